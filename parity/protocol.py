@@ -1,0 +1,107 @@
+"""All that a third party reads to put a port under test: what a port offers, and what it is asked.
+
+A port opens a checkpoint in a dtype and gives a session. A session is asked three kinds of question, all in numpy:
+run some steps over one cache and show the taps; run one module on a given input; or (through the port) evaluate one
+named function. What a port cannot do it leaves out of its capabilities: that is counted as "unsupported", never as
+passed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import numpy as np
+
+Taps = dict[str, np.ndarray]
+Kind = Literal["embed", "attention_input", "self_attn", "mlp_input", "mlp", "output", "lm_head"]
+KINDS: tuple[Kind, ...] = ("embed", "attention_input", "self_attn", "mlp_input", "mlp", "output", "lm_head")
+RUNS = ("prefill", "decode", "padded")
+
+
+@dataclass(frozen=True)
+class Step:
+    """New tokens for the model: ids [B, T] int64, or embeddings [B, T, hidden]; ``mask`` [B, T] is True at real ones."""
+
+    input_ids: np.ndarray | None = None
+    inputs_embeds: np.ndarray | None = None
+    mask: np.ndarray | None = None
+
+    @property
+    def tokens(self) -> int:
+        """How many new tokens each row has."""
+        given = self.inputs_embeds if self.input_ids is None else self.input_ids
+        return int(given.shape[1])
+
+
+@dataclass(frozen=True)
+class ModuleCall:
+    """One module on a given input.
+
+    kind              inputs                                              taps that must come back
+    embed             input_ids [B, T]                                    embed_tokens.output
+    attention_input   prefix_sum [B, T, hidden], blocks [n, B, T, hidden] self_attn.input
+    self_attn         input [B, T, hidden], mask [B, T]                   self_attn.* of the layer
+    mlp_input         prefix_sum, blocks                                  mlp.input
+    mlp               input [B, T, hidden]                                mlp.output, for MoE also router.*, moe.*
+    output            prefix_sum, blocks                                  norm.output
+    lm_head           hidden [B, T, hidden]                               logits
+
+    ``blocks`` holds the blocks before the module runs; ``imposed`` [B·T, k] replaces the router's choice.
+    """
+
+    kind: Kind
+    layer: int | None
+    inputs: Mapping[str, np.ndarray]
+    imposed: np.ndarray | None = None
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What a port can be asked. ``taps`` None means every tap of the reference; ``forms`` names equal ways to compute."""
+
+    dtypes: tuple[str, ...]
+    runs: tuple[str, ...] = RUNS
+    kinds: tuple[Kind, ...] = KINDS
+    functions: frozenset[str] = frozenset()
+    taps: frozenset[str] | None = None
+    forms: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    imposes_routing: bool = True
+
+
+class Session(Protocol):
+    """A loaded model."""
+
+    def run(self, steps: Sequence[Step], imposed: Sequence[Mapping[str, np.ndarray]] | None = None) -> list[Taps]:
+        """Feed the steps one after another over one cache; each step's taps, by full name (golden/README.md)."""
+
+    def module(self, call: ModuleCall) -> Taps:
+        """Run one module; its taps by full name."""
+
+    def use_form(self, module: str, form: str) -> None:
+        """Compute ``module`` ("kda", "mla") by the named form from now on."""
+
+
+class Port(Protocol):
+    """An implementation of K3."""
+
+    name: str
+
+    def capabilities(self) -> Capabilities: ...
+
+    def versions(self) -> dict[str, str]: ...
+
+    def tensor_names(self, config: Mapping[str, Any], expert_format: str) -> set[str]:
+        """The checkpoint names that a model of this configuration would read."""
+
+    def open(self, checkpoint: Path, dtype: str) -> Session:
+        """Load a checkpoint folder; InputError if the folder is bad, any other exception if the port is."""
+
+    def call(self, function: str, dtype: str, arrays: Mapping[str, np.ndarray | None], settings: Mapping[str, Any]) -> tuple[np.ndarray, ...]:
+        """Evaluate ``module.function`` on arrays in ``dtype``; the results as a tuple."""
+
+
+class Unsupported(Exception):
+    """The port does not offer what was asked: counted apart, never as passed."""
