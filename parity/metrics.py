@@ -8,40 +8,41 @@ import numpy as np
 def relative_rms(found: np.ndarray, truth: np.ndarray) -> float:
     """RMS of the difference over the RMS of ``truth``, in float64.
 
-    A truth that is zero everywhere has no scale: then the error is 0 where ``found`` is zero too, else infinite. A
-    NaN or infinity that the truth does not have makes the error infinite. Raises ValueError if the shapes differ.
+    Infinities that both sides have in the same places (masked scores) count as equal and are left out of the scale.
+    A truth that is zero everywhere has no scale: then the error is 0 where ``found`` is zero too, else infinite. A NaN
+    or infinity that the truth does not have makes the error infinite. Raises ValueError if the shapes differ.
     """
-    found, truth = _comparable(found, truth)
-    if not found.size:
-        return 0.0
-    difference = found - truth
+    difference, finite = _difference(found, truth), np.isfinite(truth)
     if not np.isfinite(difference).all():
         return float("inf")
-    scale = np.sqrt(np.mean(np.square(truth)))
-    error = np.sqrt(np.mean(np.square(difference)))
+    if not finite.any():
+        return 0.0
+    error = np.sqrt(np.mean(np.square(difference[finite])))
+    scale = np.sqrt(np.mean(np.square(truth[finite].astype(np.float64))))
     if scale == 0:
         return 0.0 if error == 0 else float("inf")
     return float(error / scale)
 
 
 def cosine(found: np.ndarray, truth: np.ndarray) -> float:
-    """Cosine of the two flattened arrays; reported only, since it is blind to scale. NaN if one of them is zero."""
-    found, truth = _comparable(found, truth)
-    norms = np.linalg.norm(found) * np.linalg.norm(truth)
-    return float(np.vdot(found, truth) / norms) if norms > 0 else float("nan")
+    """Cosine of the two flattened arrays; reported only, since it is blind to scale. NaN where it has no meaning."""
+    found, truth = found.astype(np.float64), truth.astype(np.float64)
+    with np.errstate(invalid="ignore", over="ignore"):
+        norms = np.linalg.norm(found) * np.linalg.norm(truth)
+        return float(np.vdot(found, truth) / norms) if np.isfinite(norms) and norms > 0 else float("nan")
 
 
 def worst_element(found: np.ndarray, truth: np.ndarray) -> tuple[tuple[int, ...], float, float]:
     """(index, found, truth) of the element that is furthest off; a NaN is further off than any number."""
-    found, truth = _comparable(found, truth)
-    difference = np.abs(found - truth)
+    difference = np.abs(_difference(found, truth))
     flat = int(np.argmax(np.where(np.isnan(difference), np.inf, difference)))
     index = tuple(int(i) for i in np.unravel_index(flat, found.shape))
     return index, float(found[index]), float(truth[index])
 
 
-def _comparable(found: np.ndarray, truth: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _difference(found: np.ndarray, truth: np.ndarray) -> np.ndarray:
     if found.shape != truth.shape:
         raise ValueError(f"shape {list(found.shape)} against {list(truth.shape)}")
     with np.errstate(invalid="ignore"):
-        return found.astype(np.float64), truth.astype(np.float64)
+        found, truth = found.astype(np.float64), truth.astype(np.float64)
+        return np.where(found == truth, 0.0, found - truth)

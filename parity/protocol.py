@@ -99,8 +99,10 @@ class Port(Protocol):
     def open(self, checkpoint: Path, dtype: str) -> Session:
         """Load a checkpoint folder; InputError if the folder is bad, any other exception if the port is."""
 
-    def call(self, function: str, dtype: str, arrays: Mapping[str, np.ndarray | None], settings: Mapping[str, Any]) -> tuple[np.ndarray, ...]:
-        """Evaluate ``module.function`` on arrays in ``dtype``; the results as a tuple."""
+    def call(
+        self, function: str, arrays: Mapping[str, np.ndarray | None], settings: Mapping[str, Any]
+    ) -> tuple[np.ndarray, ...]:
+        """Evaluate ``module.function`` on arrays that come in the dtype to compute in; the results as a tuple."""
 
 
 class Unsupported(Exception):

@@ -1,0 +1,22 @@
+"""The checks by name. Each takes a Plan and yields Findings; the suite and the command line run the same ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from parity.checks import coverage, decode, end_to_end, golden, layers, modules, padding, twins
+from parity.checks.plan import Plan
+from parity.findings import Finding
+
+CHECKS: dict[str, Callable[[Plan], Iterator[Finding]]] = {
+    "coverage": coverage.run,
+    "twins": twins.run,
+    "golden": golden.run,
+    "modules": modules.run,
+    "layers": layers.run,
+    "end_to_end": end_to_end.run,
+    "decode": decode.run,
+    "padding": padding.run,
+}
+
+__all__ = ["CHECKS", "Plan"]

@@ -1,0 +1,30 @@
+"""Prefill and decode, in several splits, against one full pass: logits of every token and the final states."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from parity.chained import LOGITS, PER_SEQUENCE, Batch, chained_findings
+from parity.checks.plan import Plan
+from parity.compare import Place
+from parity.findings import Finding
+
+SHOWN = (LOGITS, PER_SEQUENCE, "router.indices")
+
+
+def splits(tokens: int) -> dict[str, list[int]]:
+    """Prefill then one by one; all one by one; chunked prefill with an odd rest; a last chunk of one token."""
+    return {
+        "prefill-then-decode": [tokens - 5] + 5 * [1],
+        "one-by-one": tokens * [1],
+        "chunks-of-3": [3] * (tokens // 3) + ([tokens % 3] if tokens % 3 else []),
+        "last-alone": [tokens - 1, 1],
+    }
+
+
+def run(plan: Plan) -> Iterator[Finding]:
+    for case, dtype in plan.each():
+        ids = case.tokens()
+        for name, pieces in splits(ids.shape[1]).items():
+            place = Place("decode", case.name, dtype, name, plan.seed)
+            yield from chained_findings(place, plan.sides(case, dtype), case.text, Batch(ids, None, pieces), SHOWN)

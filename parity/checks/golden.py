@@ -1,0 +1,114 @@
+"""Against what the model authors' own code computed: the anchor of the reference itself, and of every port.
+
+Isolated: each module is fed the golden trace's own input. Chained: whole passes. Where the folder is not given, the
+golden case inside this project is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from parity.arrays import stored_dtype
+from parity.chained import EMBEDDING
+from parity.checks.plan import GOLDEN_IN_REPO, Plan
+from parity.compare import Place, choice_finding, guarded
+from parity.compare_traces import trace_findings, yardstick_for
+from parity.findings import Finding, measure
+from parity.isolate import isolated_calls
+from parity.metrics import relative_rms
+from parity.ports.traces import TracesPort
+from parity.protocol import ModuleCall, Taps
+from parity.quantities import TOP_TAPS, computed_order, quantity
+from parity.routing import INDICES, compare_choice
+from parity.sides import Sides
+from parity.tolerance import GOLDEN_ISOLATED_FLOAT32, ISOLATED
+from parity.trace import load_trace
+from parity.tracing import load_inputs, trace_port
+from reference.config import K3Config, TextConfig
+
+RUN = "prefill/"
+
+
+def run(plan: Plan) -> Iterator[Finding]:
+    folder = plan.golden or GOLDEN_IN_REPO
+    for dtype in plan.dtypes:
+        if isinstance(plan.port, TracesPort):
+            found, metadata = plan.port.trace(dtype)
+            yield from chained(folder, dtype, found, metadata)
+            continue
+        yield from isolated(plan, folder, dtype)
+        place = Place("golden", folder.name, dtype)
+        inputs = load_inputs(folder / "inputs.safetensors")
+        traced: list = []
+        _, problem = guarded(
+            place,
+            TOP_TAPS["logits"],
+            "logits",
+            lambda traced=traced, inputs=inputs, dtype=dtype: traced.append(trace_port(plan.port, folder, inputs, dtype)) or {},
+        )
+        if problem:
+            yield problem
+        else:
+            yield from chained(folder, dtype, *traced[0])
+
+
+def chained(folder: Path, dtype: str, found: Taps, metadata: dict[str, str]) -> Iterator[Finding]:
+    """A port's trace against the golden one of the same dtype."""
+    file = folder / f"trace-{dtype}.safetensors"
+    golden, _ = load_trace(file)
+    yield from trace_findings(folder.name, dtype, found, metadata, golden, yardstick_for(file, dtype, found, None))
+
+
+def isolated(plan: Plan, folder: Path, dtype: str) -> Iterator[Finding]:
+    """Each module of the prefill pass on the golden trace's own input."""
+    text = K3Config.from_file(folder).text_config
+    golden, _ = load_trace(folder / f"trace-{dtype}.safetensors")
+    golden = {name.removeprefix(RUN): array for name, array in golden.items() if name.startswith(RUN)}
+    sides = plan.sides_at(folder, dtype)
+    ids = load_inputs(folder / "inputs.safetensors")["text.input_ids"]
+    embedding = sides.truth.module(ModuleCall("embed", None, {"input_ids": ids}))[EMBEDDING]
+    place = Place("golden", folder.name, dtype, "isolated")
+    for call in isolated_calls(text, golden, dtype, embedding):
+        yield from _call_findings(place, sides, text, call, golden)
+
+
+def _call_findings(place: Place, sides: Sides, text: TextConfig, call: ModuleCall, golden: Taps) -> Iterator[Finding]:
+    truth = sides.truth.module(call)
+    names = sorted((name for name in truth if name in golden), key=lambda tap: computed_order(text, tap))
+    indices = next((name for name in names if name.endswith(INDICES)), None)
+    choice = None
+    found, problem = guarded(place, quantity(text, names[-1]), names[-1], lambda: sides.port.module(call))
+    if found is None:
+        yield problem
+        return
+    noise = sides.noise.module(call)
+    if indices:
+        choice = compare_choice(found[indices], truth | {indices: golden[indices]}, noise, indices)
+        call = ModuleCall(call.kind, call.layer, call.inputs, golden[indices])
+        found, noise, truth = (side.module(call) for side in (sides.port, sides.noise, sides.truth))
+    upstream_failed = False
+    for name in names:
+        what = quantity(text, name)
+        if name == indices:
+            finding = choice_finding(place, what, name, choice)
+        elif name not in found:
+            finding = place.finding(what, name, "fail", note="the port does not show this tap")
+        else:
+            finding = _value(place, what, name, found, truth, noise, golden)
+        yield finding.model_copy(update={"inputs_agree": not upstream_failed})
+        upstream_failed = upstream_failed or finding.status == "fail"
+
+
+def _value(place, what, name, found, truth, noise, golden) -> Finding:
+    """float32: within 1e-5 of the authors' output. bfloat16: within twice the reference's own error from float64."""
+    own = relative_rms(noise[name], truth[name])
+    if place.dtype == "float32":
+        target, allowed = golden[name], GOLDEN_ISOLATED_FLOAT32
+    else:
+        target, allowed = truth[name], ISOLATED[what.module].allowed(place.dtype, own, stored_dtype(noise[name]))
+    result = measure(found[name], target)
+    status = "pass" if result["error"] <= allowed else "fail"
+    return place.finding(what, name, status, allowed=allowed, noise=own, **result)
+
+

@@ -1,0 +1,101 @@
+"""The result of a comparison, one record each, and of a whole run."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from parity.metrics import cosine, relative_rms, worst_element
+
+FORMAT = 1
+EXIT_AGREE, EXIT_DISAGREE, EXIT_USAGE, EXIT_PORT, EXIT_NOTHING = 0, 1, 2, 3, 5
+Status = Literal["pass", "fail", "unsupported", "error"]
+
+
+class Record(BaseModel):
+    model_config = ConfigDict(frozen=True, strict=True)
+
+
+class Worst(Record):
+    """The element that is furthest off."""
+
+    index: tuple[int, ...]
+    found: float
+    truth: float
+
+
+class Finding(Record):
+    """One comparison: where, how much, and whether it is the source of the trouble.
+
+    ``error`` and ``noise`` are relative RMS against float64: the port's, and the reference's in the same dtype.
+    ``inputs_agree`` is True where the module was given the reference's own input, so that it alone is to blame.
+    """
+
+    check: str
+    case: str
+    dtype: str
+    module: str
+    tap: str
+    section: str
+    status: Status
+    regime: str = "natural"
+    seed: int = 0
+    error: float | None = None
+    allowed: float | None = None
+    noise: float | None = None
+    cosine: float | None = None
+    worst: Worst | None = None
+    inputs_agree: bool | None = None
+    ties: int = 0
+    note: str = ""
+    command: str = ""
+
+
+class Report(Record):
+    """A whole run; the ``--json`` document."""
+
+    format: int = FORMAT
+    port: str
+    header: dict[str, str]
+    findings: tuple[Finding, ...]
+    seconds: float
+
+    @property
+    def counts(self) -> Counter:
+        return Counter(finding.status for finding in self.findings)
+
+    @property
+    def failures(self) -> list[Finding]:
+        return [finding for finding in self.findings if finding.status in ("fail", "error")]
+
+    @property
+    def sources(self) -> list[Finding]:
+        """Failures whose inputs agree; where there are none, every failure."""
+        return [finding for finding in self.failures if finding.inputs_agree] or self.failures
+
+    @property
+    def exit_code(self) -> int:
+        """0 agree, 1 disagree, 3 the port crashed, 5 nothing was compared."""
+        counts = self.counts
+        if counts["fail"]:
+            return EXIT_DISAGREE
+        if counts["error"]:
+            return EXIT_PORT
+        return EXIT_AGREE if counts["pass"] else EXIT_NOTHING
+
+
+def measure(found, truth) -> dict:
+    """The fields of a Finding that say how far ``found`` is from ``truth``; a wrong shape is infinitely far."""
+    if found.shape != truth.shape:
+        return {"error": float("inf"), "note": f"shape {list(found.shape)} where {list(truth.shape)} is right"}
+    error = relative_rms(found, truth)
+    if error == 0 or not found.size:
+        return {"error": error, "cosine": 1.0}
+    index, value, expected = worst_element(found, truth)
+    return {
+        "error": error,
+        "cosine": cosine(found, truth),
+        "worst": Worst(index=index, found=value, truth=expected),
+    }

@@ -1,0 +1,77 @@
+"""Comparison of single functions: the port's, the reference's in the same dtype, and the truth in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from parity.arrays import cast, stored_dtype
+from parity.cases import CASES, Drawn, FunctionCase
+from parity.compare import Place, guarded
+from parity.findings import Finding, measure
+from parity.metrics import relative_rms
+from parity.protocol import Port
+from parity.quantities import Quantity
+from parity.sides import reference_port
+from parity.tolerance import ISOLATED
+
+TRUTH_OF = {"kda_chunk.chunked_kda": "kda.recurrent_kda"}
+"""Where the truth is another form: the chunked function must equal the recurrence."""
+
+
+def function_findings(port: Port, case: FunctionCase, regime: str, dtype: str, seed: int) -> Iterator[Finding]:
+    """One finding per result of ``case.function`` on the inputs of ``regime``."""
+    place = Place("modules", case.function, dtype, regime, seed)
+    drawn = case.drawn(regime, dtype, seed)
+    taps, problem = guarded(
+        place, _quantity(case), case.results[0], lambda: dict(zip(case.results, _call(port, case, drawn, dtype), strict=True))
+    )
+    if taps is None:
+        yield problem
+        return
+    truth = truth_of(case, drawn)
+    noise = _call(reference_port(), case, drawn, dtype)
+    for name, true, near in zip(case.results, truth, noise, strict=True):
+        noise_error = relative_rms(near, true)
+        allowed = 0.0 if case.exact else _allowed(case.module, noise_error, stored_dtype(near))
+        result = measure(taps[name], true)
+        status = "pass" if result["error"] <= allowed else "fail"
+        yield place.finding(
+            _quantity(case), name, status, allowed=allowed, noise=noise_error, inputs_agree=True, **result
+        )
+
+
+def truth_of(case: FunctionCase, drawn: Drawn) -> tuple[np.ndarray, ...]:
+    """The float64 reference's results."""
+    function = TRUTH_OF.get(case.function, case.function)
+    settings = drawn.settings if function == case.function else {}
+    return reference_port().call(function, drawn.arrays, settings)
+
+
+def all_function_findings(port: Port, dtypes: tuple[str, ...], seed: int) -> Iterator[Finding]:
+    supported = port.capabilities().functions
+    for case in CASES:
+        for dtype in dtypes:
+            if case.function not in supported:
+                place = Place("modules", case.function, dtype, seed=seed)
+                yield place.finding(_quantity(case), case.results[0], "unsupported", note="not offered by this port")
+                continue
+            for regime in case.regimes:
+                yield from function_findings(port, case, regime, dtype, seed)
+
+
+def _allowed(module: str, noise: float, stored: str) -> float:
+    """A single function is judged by the dtype in which it answers."""
+    return ISOLATED[module].allowed(stored, noise, stored)
+
+
+def _quantity(case: FunctionCase) -> Quantity:
+    return Quantity(case.module, case.section, 0)
+
+
+def _call(port: Port, case: FunctionCase, drawn: Drawn, dtype: str) -> tuple[np.ndarray, ...]:
+    arrays = {
+        name: None if array is None else cast(array, case.dtype_of(name, dtype)) for name, array in drawn.arrays.items()
+    }
+    return port.call(case.function, arrays, drawn.settings)

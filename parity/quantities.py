@@ -1,0 +1,94 @@
+"""What each tap is: the module it belongs to, its paragraph of K3.md, and its place in that module's computation."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from reference.config import TextConfig
+
+LAYER = re.compile(r"^language_model\.model\.layers\.(\d+)\.(.+)$")
+TEXT_MODEL = "language_model.model."
+
+
+class Quantity(NamedTuple):
+    """``order`` sorts the taps of one module by when they are computed: the first wrong one is the source."""
+
+    module: str
+    section: str
+    order: int
+
+
+KDA = {
+    "self_attn.q": Quantity("short_conv", "§3", 0),
+    "self_attn.k": Quantity("short_conv", "§3", 1),
+    "self_attn.v": Quantity("short_conv", "§3", 2),
+    "self_attn.log_decay": Quantity("kda.gate", "§4.4", 3),
+    "self_attn.beta": Quantity("kda.gate", "§4.3", 4),
+    "self_attn.core": Quantity("kda.recurrence", "§4.5", 5),
+    "self_attn.state": Quantity("kda.recurrence", "§4.5", 6),
+    "self_attn.output": Quantity("kda.output", "§4.6", 7),
+}
+MLA = {
+    "self_attn.query": Quantity("mla.query", "§5", 0),
+    "self_attn.latent": Quantity("mla.latent", "§5", 1),
+    "self_attn.key_rope": Quantity("mla.latent", "§5", 2),
+    "self_attn.attention": Quantity("mla.attention", "§5", 3),
+    "self_attn.output": Quantity("mla.output", "§5", 4),
+}
+MOE = {
+    "router.scores": Quantity("router", "§7", 0),
+    "router.indices": Quantity("router", "§7", 1),
+    "router.margin": Quantity("router", "§7", 2),
+    "router.weights": Quantity("router", "§7", 3),
+    "moe.latent": Quantity("latent_moe", "§7", 4),
+    "moe.routed": Quantity("experts", "§7", 5),
+    "mlp.output": Quantity("latent_moe", "§7", 6),
+}
+DENSE = {"mlp.output": Quantity("mlp", "§3", 0)}
+LAYER_TAPS = {
+    "self_attn.input": Quantity("attn_res", "§6", 0),
+    "mlp.input": Quantity("attn_res", "§6", 0),
+    "output": Quantity("attn_res", "§6", 1),
+}
+TOP_TAPS = {
+    "language_model.model.embed_tokens.output": Quantity("embed_tokens", "§2", 0),
+    "language_model.model.norm.output": Quantity("attn_res.output", "§6", 0),
+    "logits": Quantity("lm_head", "§6", 0),
+}
+
+
+def layer_of(tap: str) -> tuple[int | None, str]:
+    """(layer, the tap's name within it), or (None, tap) for a tap outside the layers; ``tap`` without its run."""
+    match = LAYER.match(tap)
+    return (int(match[1]), match[2]) if match else (None, tap)
+
+
+def layer_quantities(text: TextConfig, layer: int) -> dict[str, Quantity]:
+    """Every tap of the 0-based ``layer``, by its name within the layer."""
+    attention = KDA if text.is_kda(layer) else MLA
+    return LAYER_TAPS | attention | (MOE if text.is_moe(layer) else DENSE)
+
+
+def quantity(text: TextConfig, tap: str) -> Quantity:
+    """What ``tap`` (without its run) is in a model of this configuration; KeyError for an unknown tap."""
+    layer, name = layer_of(tap)
+    return TOP_TAPS[tap] if layer is None else layer_quantities(text, layer)[name]
+
+
+def computed_order(text: TextConfig, tap: str) -> tuple[int, int, int]:
+    """Sorts taps by when a forward pass computes them."""
+    layer, name = layer_of(tap)
+    if layer is None:
+        place = list(TOP_TAPS).index(tap)
+        return (-1 if place == 0 else text.num_hidden_layers, place, 0)
+    attention = KDA if text.is_kda(layer) else MLA
+    if name == "self_attn.input":
+        return layer, 0, 0
+    if name in attention:
+        return layer, 1, attention[name].order
+    if name == "mlp.input":
+        return layer, 2, 0
+    if name == "output":
+        return layer, 4, 0
+    return layer, 3, quantity(text, tap).order

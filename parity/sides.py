@@ -1,0 +1,54 @@
+"""The three sides of every comparison: truth (reference, float64), noise (reference, same dtype), port."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+
+from parity.protocol import Port, Session, Step, Taps
+
+Reference = Callable[[], Port]
+
+
+def reference_port() -> Port:
+    from parity.ports.reference import PORT
+
+    return PORT
+
+
+class Sides:
+    """One checkpoint in one dtype, opened on each side when first needed."""
+
+    def __init__(self, port: Port, checkpoint: Path, dtype: str) -> None:
+        self.port_under_test, self.checkpoint, self.dtype = port, checkpoint, dtype
+        self._alone: dict[tuple[str, bytes], Taps] = {}
+
+    @cached_property
+    def truth(self) -> Session:
+        return reference_port().open(self.checkpoint, "float64")
+
+    @cached_property
+    def noise(self) -> Session:
+        return reference_port().open(self.checkpoint, self.dtype)
+
+    @cached_property
+    def port(self) -> Session:
+        return self.port_under_test.open(self.checkpoint, self.dtype)
+
+
+    def row_alone(self, side: str, ids: np.ndarray) -> Taps:
+        """The taps of one unpadded pass over ids [1, T] on the reference's side "truth" or "noise", computed once."""
+        key = (side, ids.tobytes())
+        if key not in self._alone:
+            self._alone[key] = getattr(self, side).run([Step(input_ids=ids)])[0]
+        return self._alone[key]
+
+
+def one_thread_per_worker() -> None:
+    """Under pytest-xdist every worker computes on one thread; call before torch is imported."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        os.environ["OMP_NUM_THREADS"] = "1"

@@ -1,0 +1,39 @@
+"""The gated activations of every MLP (K3.md §3)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import mlx.core as mx
+
+from port.linear import wide
+from reference.config import TextConfig
+
+GatedActivation = Callable[[mx.array, mx.array], mx.array]
+
+
+def situ_glu(gate: mx.array, up: mx.array, beta: float, linear_beta: float | None) -> mx.array:
+    """``β·tanh(g/β)·σ(g) · β_lin·tanh(u/β_lin)`` in float32, cast back (§3); without ``linear_beta`` u stays as it is.
+
+    gate, up [..., width] -> [..., width] in gate's dtype, bounded by β·β_lin.
+    """
+    g, u = wide(gate), wide(up)
+    bounded_gate = beta * mx.tanh(g / beta) * mx.sigmoid(g)
+    bounded_up = u if linear_beta is None else linear_beta * mx.tanh(u / linear_beta)
+    return (bounded_gate * bounded_up).astype(gate.dtype)
+
+
+def silu_glu(gate: mx.array, up: mx.array) -> mx.array:
+    """``g·σ(g)·u``, for ``hidden_act`` "silu"; gate, up [..., width] -> [..., width] in gate's dtype."""
+    g = wide(gate)
+    return (g * mx.sigmoid(g) * wide(up)).astype(gate.dtype)
+
+
+def gated_activation(text_config: TextConfig) -> GatedActivation:
+    """The activation that ``hidden_act`` names, with its configured bounds."""
+    if text_config.hidden_act == "silu":
+        return silu_glu
+    return partial(
+        situ_glu, beta=text_config.activation_situ_beta, linear_beta=text_config.activation_situ_linear_beta
+    )
