@@ -7,10 +7,10 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from parity.exits import EXIT_AGREE, EXIT_DISAGREE, EXIT_NOTHING, EXIT_PORT
 from parity.metrics import cosine, relative_rms, worst_element
 
 FORMAT = 1
-EXIT_AGREE, EXIT_DISAGREE, EXIT_USAGE, EXIT_PORT, EXIT_NOTHING = 0, 1, 2, 3, 5
 Status = Literal["pass", "fail", "unsupported", "error"]
 
 

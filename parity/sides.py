@@ -25,6 +25,7 @@ class Sides:
 
     def __init__(self, port: Port, checkpoint: Path, dtype: str) -> None:
         self.port_under_test, self.checkpoint, self.dtype = port, checkpoint, dtype
+        self._port: Session | Exception | None = None
         self._alone: dict[tuple[str, bytes], Taps] = {}
 
     @cached_property
@@ -35,9 +36,17 @@ class Sides:
     def noise(self) -> Session:
         return reference_port().open(self.checkpoint, self.dtype)
 
-    @cached_property
+    @property
     def port(self) -> Session:
-        return self.port_under_test.open(self.checkpoint, self.dtype)
+        """The port's session; a port that fails to open fails the same way every time, without trying again."""
+        if self._port is None:
+            try:
+                self._port = self.port_under_test.open(self.checkpoint, self.dtype)
+            except Exception as error:
+                self._port = error
+        if isinstance(self._port, Exception):
+            raise self._port
+        return self._port
 
 
     def row_alone(self, side: str, ids: np.ndarray) -> Taps:

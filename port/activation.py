@@ -10,8 +10,6 @@ import mlx.core as mx
 from port.linear import wide
 from reference.config import TextConfig
 
-GatedActivation = Callable[[mx.array, mx.array], mx.array]
-
 
 def situ_glu(gate: mx.array, up: mx.array, beta: float, linear_beta: float | None) -> mx.array:
     """``β·tanh(g/β)·σ(g) · β_lin·tanh(u/β_lin)`` in float32, cast back (§3); without ``linear_beta`` u stays as it is.
@@ -30,7 +28,7 @@ def silu_glu(gate: mx.array, up: mx.array) -> mx.array:
     return (g * mx.sigmoid(g) * wide(up)).astype(gate.dtype)
 
 
-def gated_activation(text_config: TextConfig) -> GatedActivation:
+def gated_activation(text_config: TextConfig) -> Callable[[mx.array, mx.array], mx.array]:
     """The activation that ``hidden_act`` names, with its configured bounds."""
     if text_config.hidden_act == "silu":
         return silu_glu

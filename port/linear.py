@@ -1,12 +1,9 @@
-"""Dtypes, unset parameters and the linear map that every module uses (K3.md §2: no biases anywhere)."""
+"""What every module is made of: unset parameters, linear maps without bias, and the wide dtype (K3.md §2, §3)."""
 
 from __future__ import annotations
 
 import mlx.core as mx
 import mlx.nn as nn
-
-DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16}
-"""The dtypes that a model of this port may have, by name."""
 
 
 def wide(x: mx.array) -> mx.array:
@@ -14,17 +11,30 @@ def wide(x: mx.array) -> mx.array:
     return x.astype(mx.float32)
 
 
-def unset(*shape: int, dtype: mx.Dtype = mx.float32) -> mx.array:
-    """A parameter that nothing has been loaded into: NaN, so that a forgotten load cannot look like a result."""
-    return mx.full(shape, float("nan"), dtype=dtype)
+def unset(*shape: int) -> mx.array:
+    """A parameter of NaN: a tensor that was never loaded shows in every output it touches."""
+    return mx.full(shape, mx.nan)
 
 
 class Linear(nn.Module):
-    """``y = x Wᵀ`` with ``weight`` [out_features, in_features]; x [..., in_features] -> [..., out_features]."""
+    """``y = W x`` without bias; ``weight`` [out, in]. No linear map of K3 has a bias."""
 
     def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__()
         self.weight = unset(out_features, in_features)
 
     def __call__(self, x: mx.array) -> mx.array:
+        """[..., in] -> [..., out], in x's dtype; MLX sums a bfloat16 product in float32 and rounds once."""
         return x @ self.weight.T
+
+
+class Embedding(nn.Module):
+    """One row of ``weight`` [vocab, dim] per token id."""
+
+    def __init__(self, vocab: int, dim: int) -> None:
+        super().__init__()
+        self.weight = unset(vocab, dim)
+
+    def __call__(self, input_ids: mx.array) -> mx.array:
+        """int [B, T] -> [B, T, dim]; the ids must have been checked: MLX reads past the table without a word."""
+        return self.weight[input_ids]

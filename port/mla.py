@@ -5,7 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 import mlx.nn as nn
 
-from port.cache import MLACache, new_mla_cache
+from port.cache import MLACache
 from port.linear import Linear, wide
 from port.norm import RMSNorm
 from port.padding import zero_padding
@@ -13,36 +13,38 @@ from reference.config import TextConfig
 from reference.taps import tap
 
 LATENT_NORM_EPS = 1e-6
-"""The epsilon of ``q_a_layernorm`` and ``kv_a_layernorm``, whatever ``rms_norm_eps`` is (§3)."""
 
 
 def allowed_keys(key_mask: mx.array, new_tokens: int) -> mx.array:
-    """Which keys each of the last ``new_tokens`` positions may see: real ones, not later than itself (§5, §11).
+    """Which keys each new token may attend to: itself and earlier ones, never padding.
 
-    key_mask [B, L] bool, True at real keys -> [B, T, L] bool.
+    key_mask [B, L] bool over cached and new keys -> [B, T, L] bool for the last T = ``new_tokens`` positions.
     """
     length = key_mask.shape[1]
-    query_place = mx.arange(length - new_tokens, length)
-    causal = mx.arange(length)[None, :] <= query_place[:, None]
-    return causal[None] & key_mask[:, None, :]
+    position = mx.arange(length - new_tokens, length)[:, None]
+    causal = mx.arange(length) <= position
+    return causal & key_mask[:, None]
 
 
 def attention_weights(scores: mx.array, allowed: mx.array) -> mx.array:
-    """Softmax over the allowed keys, float32; all 0 where no key is allowed. scores [B, H, T, L], allowed [B, T, L]."""
+    """Softmax over the allowed keys, in float32; a query that has none gets weights of 0.
+
+    scores [B, H, T, L], allowed [B, T, L] -> [B, H, T, L].
+    """
     allowed = allowed[:, None]
-    weights = mx.softmax(mx.where(allowed, scores, -mx.inf), axis=-1)
+    weights = mx.softmax(mx.where(allowed, wide(scores), -mx.inf), axis=-1)
     # A row of nothing but −inf has softmax NaN: chosen away, not multiplied.
     return mx.where(allowed, weights, 0.0)
 
 
 def attention(q: mx.array, k: mx.array, v: mx.array, scale: float, allowed: mx.array) -> mx.array:
-    """Softmax attention, each head with its own keys and values (§5).
-
-    q [B, T, H, D_k], k [B, L, H, D_k], v [B, L, H, D_v], allowed [B, T, L] -> [B, T, H, D_v] in q's dtype.
-    """
-    query, key, value = (wide(x).swapaxes(1, 2) for x in (q, k, v))
-    weights = attention_weights(scale * (query @ key.swapaxes(-1, -2)), allowed)
-    return (weights @ value).swapaxes(1, 2).astype(q.dtype)
+    """q [B, T, H, D], k [B, L, H, D], v [B, L, H, D_v], allowed [B, T, L] -> [B, T, H, D_v]."""
+    q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
+    scores = q @ k.swapaxes(-1, -2)
+    # A Python number times a bfloat16 array is itself rounded to bfloat16: the scale would be off by up to 0.4 %.
+    scores = (wide(scores) * scale).astype(scores.dtype)
+    weights = attention_weights(scores, allowed).astype(v.dtype)
+    return (weights @ v).swapaxes(1, 2)
 
 
 def absorbed_attention(
@@ -54,94 +56,84 @@ def absorbed_attention(
     scale: float,
     allowed: mx.array,
 ) -> mx.array:
-    """The same function with ``W_kvb`` folded into the query and the output, so that keys stay latents (§5).
+    """The same function with ``W_kvb`` folded into the query and the output, so that keys and values stay latent.
 
-    query [B, T, H, nope + rope], latent [B, L, c], key_rope [B, L, r], key_up [H, nope, c], value_up [H, v, c],
-    allowed [B, T, L] -> [B, T, H, v] in the query's dtype; everything between is float32.
+    query [B, T, H, nope + rope], latent [B, L, c], key_rope [B, L, rope], key_up [H, nope, c], value_up [H, v, c],
+    allowed [B, T, L] -> [B, T, H, v] in the query's dtype; all between is float32.
     """
-    nope = key_up.shape[1]
-    q = wide(query).swapaxes(1, 2)
-    c, k_r = wide(latent)[:, None], wide(key_rope)[:, None]
-    q_latent = q[..., :nope] @ wide(key_up)
-    scores = q_latent @ c.swapaxes(-1, -2) + q[..., nope:] @ k_r.swapaxes(-1, -2)
-    mixed = attention_weights(scale * scores, allowed) @ c
-    return (mixed @ wide(value_up).swapaxes(-1, -2)).swapaxes(1, 2).astype(query.dtype)
+    query_nope, query_rope = mx.split(wide(query).swapaxes(1, 2), [key_up.shape[1]], axis=-1)
+    latent, key_rope = wide(latent)[:, None], wide(key_rope)[:, None]
+    latent_query = query_nope @ wide(key_up)
+    scores = latent_query @ latent.swapaxes(-1, -2) + query_rope @ key_rope.swapaxes(-1, -2)
+    mean_latent = attention_weights(scores * scale, allowed) @ latent
+    return (mean_latent @ wide(value_up).swapaxes(-1, -2)).swapaxes(1, 2).astype(query.dtype)
 
 
 class GatedMLA(nn.Module):
-    """One MLA layer (§5). ``form`` is "plain" or "absorbed": two ways to compute the same."""
+    """One full-attention layer's attention. ``form``, "plain" or "absorbed": two forms of one function."""
 
     def __init__(self, text_config: TextConfig) -> None:
         super().__init__()
-        self.text_config = config = text_config
-        hidden, heads, rank = config.hidden_size, config.num_attention_heads, config.kv_lora_rank
+        hidden, heads = text_config.hidden_size, text_config.num_attention_heads
+        nope, rope, value = text_config.qk_nope_head_dim, text_config.qk_rope_head_dim, text_config.v_head_dim
+        rank, query_rank = text_config.kv_lora_rank, text_config.q_lora_rank
+        self.text_config = text_config
         self.form = "plain"
-        query_width, value_width = heads * config.query_head_dim, heads * config.v_head_dim
-        if config.q_lora_rank:
-            self.q_a_proj = Linear(hidden, config.q_lora_rank)
-            self.q_a_layernorm = RMSNorm(config.q_lora_rank, LATENT_NORM_EPS)
-            self.q_b_proj = Linear(config.q_lora_rank, query_width)
+        self.scale = text_config.query_head_dim**-0.5
+        if query_rank:
+            self.q_a_proj = Linear(hidden, query_rank)
+            self.q_a_layernorm = RMSNorm(query_rank, LATENT_NORM_EPS)
+            self.q_b_proj = Linear(query_rank, heads * (nope + rope))
         else:
-            self.q_proj = Linear(hidden, query_width)
-        self.kv_a_proj_with_mqa = Linear(hidden, rank + config.qk_rope_head_dim)
+            self.q_proj = Linear(hidden, heads * (nope + rope))
+        self.kv_a_proj_with_mqa = Linear(hidden, rank + rope)
         self.kv_a_layernorm = RMSNorm(rank, LATENT_NORM_EPS)
-        self.kv_b_proj = Linear(rank, heads * (config.qk_nope_head_dim + config.v_head_dim))
-        if config.mla_use_output_gate:
-            self.g_proj = Linear(hidden, value_width)
-        self.o_proj = Linear(value_width, hidden)
-
-    def query(self, x: mx.array) -> mx.array:
-        """``W_qb RMSNorm(W_qa x)``, or ``W_q x``: [B, T, H, nope + rope]."""
-        low_rank = self.text_config.q_lora_rank
-        q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x))) if low_rank else self.q_proj(x)
-        return q.reshape(*x.shape[:2], self.text_config.num_attention_heads, -1)
-
-    def latent(self, x: mx.array) -> tuple[mx.array, mx.array]:
-        """(the latent after its norm [B, T, c], the key part that all heads share [B, T, r])."""
-        both = self.kv_a_proj_with_mqa(x)
-        rank = self.text_config.kv_lora_rank
-        return self.kv_a_layernorm(both[..., :rank]), both[..., rank:]
-
-    def plain(self, query: mx.array, cache: MLACache, allowed: mx.array) -> mx.array:
-        """Attention with every head's keys and values written out: [B, T, H, v]."""
-        heads, nope = self.text_config.num_attention_heads, self.text_config.qk_nope_head_dim
-        batch, length, _ = cache.latent.shape
-        up = self.kv_b_proj(cache.latent).reshape(batch, length, heads, -1)
-        shared = mx.broadcast_to(cache.key_rope[:, :, None], (batch, length, heads, cache.key_rope.shape[-1]))
-        key = mx.concatenate([up[..., :nope], shared], axis=-1)
-        return attention(query, key, up[..., nope:], self.scale, allowed)
-
-    def absorbed(self, query: mx.array, cache: MLACache, allowed: mx.array) -> mx.array:
-        """Attention over the latents themselves: [B, T, H, v]."""
-        heads, nope = self.text_config.num_attention_heads, self.text_config.qk_nope_head_dim
-        up = self.kv_b_proj.weight.reshape(heads, -1, self.text_config.kv_lora_rank)
-        key_up, value_up = up[:, :nope], up[:, nope:]
-        return absorbed_attention(query, cache.latent, cache.key_rope, key_up, value_up, self.scale, allowed)
-
-    @property
-    def scale(self) -> float:
-        """Over both parts of a head, the unrotated one included (§5)."""
-        return self.text_config.query_head_dim**-0.5
+        self.kv_b_proj = Linear(rank, heads * (nope + value))
+        if text_config.mla_use_output_gate:
+            self.g_proj = Linear(hidden, heads * value)
+        self.o_proj = Linear(heads * value, hidden)
 
     def __call__(self, x: mx.array, token_mask: mx.array | None = None, cache: MLACache | None = None) -> mx.array:
-        """x [B, T, hidden], token_mask [B, T] True at real tokens -> [B, T, hidden]; ``cache`` is updated in place.
+        """x [B, T, hidden] -> [B, T, hidden]; padded positions' outputs mean nothing.
 
-        Padded tokens are never seen as keys, now or later (§11).
+        token_mask [B, T] bool, None where all tokens are real. ``cache`` is read and brought up to date.
         """
-        batch, tokens, _ = x.shape
-        mask = mx.ones((batch, tokens), mx.bool_) if token_mask is None else token_mask
+        if cache is None:
+            cache = MLACache(self.text_config, x.shape[0], x.dtype)
+        if token_mask is None:
+            token_mask = mx.ones(x.shape[:2], mx.bool_)
         # A weight of 0 does not silence a NaN, so padding must not reach the keys.
-        x = zero_padding(x, mask)
-        cache = new_mla_cache(self.text_config, batch, x.dtype) if cache is None else cache
+        x = zero_padding(x, token_mask)
         query = tap(self, "query", self.query(x))
         latent, key_rope = self.latent(x)
-        tap(self, "latent", latent), tap(self, "key_rope", key_rope)
-        cache.latent = mx.concatenate([cache.latent, latent], axis=1)
-        cache.key_rope = mx.concatenate([cache.key_rope, key_rope], axis=1)
-        cache.key_mask = mx.concatenate([cache.key_mask, mask], axis=1)
-        form = self.absorbed if self.form == "absorbed" else self.plain
-        attended = tap(self, "attention", form(query, cache, allowed_keys(cache.key_mask, tokens)))
-        attended = attended.reshape(batch, tokens, -1)
+        cache.append(tap(self, "latent", latent), tap(self, "key_rope", key_rope), token_mask)
+        attended = tap(self, "attention", self.attend(query, cache)).flatten(2)
         if self.text_config.mla_use_output_gate:
-            attended = attended * mx.sigmoid(self.g_proj(x))
+            # Not mx.sigmoid of a bfloat16 array: on the CPU one value in seven comes out wrongly rounded.
+            attended = attended * mx.sigmoid(wide(self.g_proj(x))).astype(x.dtype)
         return self.o_proj(attended)
+
+    def query(self, x: mx.array) -> mx.array:
+        """``W_qb RMSNorm(W_qa x)`` or ``W_q x``, [B, T, H, nope + rope]; no rotation is applied to either part."""
+        low_rank = self.text_config.q_lora_rank
+        q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x))) if low_rank else self.q_proj(x)
+        return q.reshape(*x.shape[:-1], self.text_config.num_attention_heads, self.text_config.query_head_dim)
+
+    def latent(self, x: mx.array) -> tuple[mx.array, mx.array]:
+        """What the cache keeps of a token: the latent after its norm [B, T, c], the shared key part [B, T, rope]."""
+        latent, key_rope = mx.split(self.kv_a_proj_with_mqa(x), [self.text_config.kv_lora_rank], axis=-1)
+        return self.kv_a_layernorm(latent), key_rope
+
+    def attend(self, query: mx.array, cache: MLACache) -> mx.array:
+        """query [B, T, H, nope + rope] over everything in the cache -> [B, T, H, v]."""
+        heads, nope = self.text_config.num_attention_heads, self.text_config.qk_nope_head_dim
+        allowed = allowed_keys(cache.key_mask, query.shape[1])
+        if self.form == "absorbed":
+            up = self.kv_b_proj.weight.reshape(heads, -1, self.text_config.kv_lora_rank)
+            key_up, value_up = mx.split(up, [nope], axis=1)
+            return absorbed_attention(query, cache.latent, cache.key_rope, key_up, value_up, self.scale, allowed)
+        key_value = self.kv_b_proj(cache.latent).reshape(*cache.latent.shape[:-1], heads, -1)
+        key_nope, v = mx.split(key_value, [nope], axis=-1)
+        key_rope = cache.key_rope[:, :, None]
+        key_rope = mx.broadcast_to(key_rope, (*key_nope.shape[:-1], key_rope.shape[-1]))
+        return attention(query, mx.concatenate([key_nope, key_rope], axis=-1), v, self.scale, allowed)

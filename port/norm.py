@@ -9,21 +9,23 @@ from port.linear import unset, wide
 
 
 def rms_norm(x: mx.array, weight: mx.array, eps: float) -> mx.array:
-    """``x · rsqrt(mean(x²) + eps)`` over the last axis in float32, cast to x's dtype, then times weight (§3).
+    """``x · rsqrt(mean(x²) + eps)`` over the last axis, cast to x's dtype, then times ``weight``.
 
-    x [..., dim], weight [dim] -> [..., dim] in x's dtype.
+    x [..., dim], weight [dim] -> [..., dim] in x's dtype. The mean square is taken in float32.
     """
-    exact = wide(x)
-    normalized = exact * mx.rsqrt(mx.mean(mx.square(exact), axis=-1, keepdims=True) + eps)
-    return (normalized.astype(x.dtype) * weight).astype(x.dtype)
+    # Not mx.fast.rms_norm: it rounds a bfloat16 result once, after the weight, where the definition rounds twice.
+    x_wide = wide(x)
+    mean_square = mx.mean(mx.square(x_wide), axis=-1, keepdims=True)
+    return (x_wide * mx.rsqrt(mean_square + eps)).astype(x.dtype) * weight
 
 
 class RMSNorm(nn.Module):
-    """``rms_norm`` with its ``weight`` [dim]."""
+    """``rms_norm`` with its ``weight`` [dim]; every use names its ``eps``, since K3 has two of them."""
 
     def __init__(self, dim: int, eps: float) -> None:
         super().__init__()
-        self.weight, self.eps = unset(dim), eps
+        self.weight = unset(dim)
+        self.eps = eps
 
     def __call__(self, x: mx.array) -> mx.array:
         return rms_norm(x, self.weight, self.eps)

@@ -86,7 +86,7 @@ def mlp_rows(prefix: str, hidden: int, width: int) -> Iterator[Row]:
 
 
 def expert_rows(text: TextConfig, expert_format: ExpertFormat) -> list[Row]:
-    """The rows of one routed expert; w1 is the gate, w3 the up, w2 the down projection."""
+    """The rows of one routed expert, names relative to it; w1 is the gate, w3 the up, w2 the down projection."""
     latent, width = text.latent_size, text.moe_intermediate_size
     rows: list[Row] = []
     for part, (out, inner) in {"w1": (width, latent), "w2": (latent, width), "w3": (width, latent)}.items():
@@ -98,7 +98,8 @@ def expert_rows(text: TextConfig, expert_format: ExpertFormat) -> list[Row]:
     return rows
 
 
-def moe_rows(text: TextConfig, expert_format: ExpertFormat) -> Iterator[Row]:
+def moe_rows(text: TextConfig) -> Iterator[Row]:
+    """Router, latent projections and shared experts; the routed experts are ``expert_rows`` each."""
     moe, hidden = "block_sparse_moe", text.hidden_size
     yield f"{moe}.gate.weight", (text.num_experts, hidden), "BF16"
     yield f"{moe}.gate.e_score_correction_bias", (text.num_experts,), "F32"
@@ -109,20 +110,16 @@ def moe_rows(text: TextConfig, expert_format: ExpertFormat) -> Iterator[Row]:
         yield f"{moe}.routed_expert_norm.weight", (text.latent_size,), "BF16"
     if text.shared_width:
         yield from mlp_rows(f"{moe}.shared_experts", hidden, text.shared_width)
-    rows = expert_rows(text, expert_format)
-    for expert in range(text.num_experts):
-        for name, shape, dtype in rows:
-            yield f"{moe}.experts.{expert}.{name}", shape, dtype
 
 
-def layer_rows(text: TextConfig, layer: int, expert_format: ExpertFormat) -> Iterator[Row]:
-    """The rows of the 0-based ``layer``, names relative to the layer."""
+def layer_rows(text: TextConfig, layer: int) -> Iterator[Row]:
+    """The rows of the 0-based ``layer`` without its routed experts, names relative to the layer."""
     yield "input_layernorm.weight", (text.hidden_size,), "BF16"
     yield "post_attention_layernorm.weight", (text.hidden_size,), "BF16"
     yield from attn_res_rows(text, ("self_attention", "mlp"))
     yield from kda_rows(text) if text.is_kda(layer) else mla_rows(text)
     if text.is_moe(layer):
-        yield from moe_rows(text, expert_format)
+        yield from moe_rows(text)
     else:
         yield from mlp_rows("mlp", text.hidden_size, text.intermediate_size)
 
@@ -159,17 +156,24 @@ def tensor_specs(config: K3Config, expert_format: ExpertFormat = "mxfp4", source
     ``expert_format`` is "mxfp4" as released, or "dense" for bf16 experts. Raises InputError where MXFP4 cannot hold
     the experts, because a row's inputs do not fill whole groups of 32.
     """
+    check_mxfp4_widths(config.text_config, expert_format, source)
+    for prefixes, rows in tensor_rows(config, expert_format):
+        for prefix in prefixes:
+            for name, shape, dtype in rows:
+                yield TensorSpec(prefix + name, shape, dtype)
+
+
+def tensor_rows(config: K3Config, expert_format: ExpertFormat) -> Iterator[tuple[list[str], list[Row]]]:
+    """(prefixes, rows) of every part of the checkpoint: under each of the prefixes stand the same rows."""
     text = config.text_config
-    if expert_format == "mxfp4":
-        _check_mxfp4_widths(text, source)
-    for name, shape, dtype in text_top_rows(text):
-        yield TensorSpec(TEXT + name, shape, dtype)
+    yield [TEXT], list(text_top_rows(text))
+    experts = expert_rows(text, expert_format)
     for layer in range(text.num_hidden_layers):
         prefix = f"{LAYERS}{layer}."
-        for name, shape, dtype in layer_rows(text, layer, expert_format):
-            yield TensorSpec(prefix + name, shape, dtype)
-    for name, shape, dtype in vision_rows(config.vision_config):
-        yield TensorSpec(name, shape, dtype)
+        yield [prefix], list(layer_rows(text, layer))
+        if text.is_moe(layer):
+            yield [f"{prefix}block_sparse_moe.experts.{expert}." for expert in range(text.num_experts)], experts
+    yield [""], list(vision_rows(config.vision_config))
 
 
 def expert_format_of(names: Iterable[str]) -> ExpertFormat:
@@ -190,8 +194,9 @@ def logical_parameters(config: K3Config) -> int:
     return sum(prod(spec.shape) for spec in tensor_specs(config, "dense"))
 
 
-def _check_mxfp4_widths(text: TextConfig, source: object) -> None:
-    if not any(text.is_moe(layer) for layer in range(text.num_hidden_layers)):
+def check_mxfp4_widths(text: TextConfig, expert_format: ExpertFormat, source: object) -> None:
+    """Raise InputError where MXFP4 cannot hold the experts, whose rows must be whole groups of 32 inputs."""
+    if expert_format != "mxfp4" or not any(text.is_moe(layer) for layer in range(text.num_hidden_layers)):
         return
     latent = "routed_expert_hidden_size" if text.routed_expert_hidden_size else "hidden_size"
     for field, width in ((latent, text.latent_size), ("moe_intermediate_size", text.moe_intermediate_size)):

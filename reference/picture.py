@@ -25,8 +25,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from reference.errors import InputError
 
-PIXEL_LIMIT = 178_956_970
-"""Largest width·height that is decoded: Pillow's own refusal limit, held here whatever its global setting is."""
+PIXEL_LIMIT = 89_478_485
+"""Largest width·height that is decoded: where Pillow by default warns of a decompression bomb, this refuses."""
 
 DIRECT_MODES = ("1", "L", "P", "RGB", "RGBX", "CMYK", "YCbCr", "HSV")
 ALPHA_MODES = {"LA": "LA", "La": "LA", "PA": "PA", "RGBA": "RGBA", "RGBa": "RGBA"}

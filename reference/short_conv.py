@@ -15,8 +15,9 @@ def short_conv(x: Tensor, weight: Tensor, state: Tensor) -> Tensor:
     x [B, T, C], weight [C, 1, K], state [B, K-1, C] (the inputs just before x; zeros at the start) -> [B, T, C]
     in x's dtype; convolution and SiLU in float32.
     """
-    padded = wide(torch.cat([state, x], dim=1)).transpose(1, 2)
-    convolved = F.conv1d(padded, weight, groups=weight.shape[0]).transpose(1, 2)
+    tokens, taps = x.shape[1], wide(weight[:, 0]).unbind(-1)
+    inputs = wide(torch.cat([state, x], dim=1))
+    convolved = sum(tap * inputs[:, ago : ago + tokens] for ago, tap in enumerate(taps))
     return F.silu(convolved).to(x.dtype)
 
 

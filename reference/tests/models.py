@@ -16,6 +16,7 @@ from reference.model import K3Model
 
 MINI = Path(__file__).parents[2] / "fixtures" / "golden" / "mini"
 MINI_CONFIG = json.loads((MINI / "config.json").read_text())
+STORED_WIDE = ("conv1d.weight", "A_log", "dt_bias", "o_norm.weight", "e_score_correction_bias")
 
 
 def mini_config(linear: dict[str, Any] | None = None, **text: Any) -> K3Config:
@@ -46,7 +47,11 @@ def filled(module: nn.Module, dtype: torch.dtype = torch.float64) -> Any:
         else:
             value = randn(*tensor.shape, seed=seed) / tensor.shape[-1] ** 0.5
         tensor.copy_(value)
-    return module.to(dtype).requires_grad_(False).eval()
+    module.to(dtype).requires_grad_(False).eval()
+    for name, parameter in module.named_parameters():
+        if dtype == torch.bfloat16 and name.endswith(STORED_WIDE):
+            parameter.data = parameter.data.float()
+    return module
 
 
 def random_model(config: K3Config, dtype: torch.dtype = torch.float64) -> K3Model:

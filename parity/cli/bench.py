@@ -1,0 +1,31 @@
+"""``k3-parity bench``: ratios measured in one run."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from parity.cli.common import Json
+
+app = typer.Typer(no_args_is_help=True, help="Benchmarks: ratios measured in one run.")
+
+
+@app.callback()
+def benchmarks() -> None:
+    """Benchmarks: ratios measured in one run."""
+
+
+@app.command("kda")
+def kda(
+    lengths: Annotated[list[int] | None, typer.Option("--tokens", help="Sequence lengths; 1024 and 4096 unless given.")] = None,
+    heads: Annotated[int, typer.Option("--heads", min=1)] = 8,
+    head_dim: Annotated[int, typer.Option("--head-dim", min=1)] = 128,
+    threads: Annotated[int, typer.Option("--threads", min=1)] = 2,
+    repeats: Annotated[int, typer.Option("--repeats", min=1)] = 3,
+    as_json: Json = False,
+) -> None:
+    """Chunked KDA against the recurrence, fla-core's functions where installed, and the bound of its matrix products."""
+    from parity.bench.kda import report, run
+
+    report(run(tuple(lengths or (1024, 4096)), heads, head_dim, threads, repeats), as_json)

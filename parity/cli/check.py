@@ -1,0 +1,73 @@
+"""``k3-parity check``: the main job."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from parity.cli.common import Json, PortName, Seed, finish, stderr
+from reference.errors import InputError
+
+
+def check(
+    port: PortName = "mlx",
+    case: Annotated[
+        list[str] | None, typer.Option("--case", help="A case of the catalogue, or all; may be given again.")
+    ] = None,
+    dtype: Annotated[
+        list[str] | None, typer.Option("--dtype", help="float32 or bfloat16; may be given again. Both unless given.")
+    ] = None,
+    checks: Annotated[
+        list[str] | None, typer.Option("--check", help="One kind of check, e.g. layers; may be given again.")
+    ] = None,
+    golden: Annotated[
+        Path | None,
+        typer.Option("--golden", help="Compare with this folder of the authors' own results; alone unless --check is given."),
+    ] = None,
+    regime: Annotated[str | None, typer.Option("--regime", help="Keep only this input regime.")] = None,
+    seed: Seed = 0,
+    as_json: Json = False,
+) -> None:
+    """Compare a port with the reference, module by module and end to end.
+
+    Exit codes: 0 agree, 1 disagree, 2 bad input, 3 the port could not load or crashed, 5 nothing was compared.
+    """
+    from fixtures.catalogue import CATALOGUE
+    from parity.checks import Plan
+    from parity.checks.plan import case_named
+    from parity.ports import load_port
+    from parity.runner import CORE_CASES, EVERY_CASE, known_checks, run_checks
+
+    under_test = load_port(port)
+    able = under_test.capabilities()
+    names = tuple(case or CORE_CASES)
+    cases = tuple(case_named(name, seed) for name in (CATALOGUE if EVERY_CASE in names else names))
+    if (golden is not None or not able.kinds) and not checks:
+        checks = ["golden"]
+    chosen = known_checks(checks or [])
+    if golden is not None:
+        known_golden(golden)
+    plan = Plan(under_test, cases, known_dtypes(dtype, able.dtypes), seed, golden)
+
+    def progress(name: str) -> None:
+        stderr.print(f"… {name}", style="dim", highlight=False)
+
+    finish(run_checks(plan, chosen, regime, progress), as_json)
+
+
+def known_dtypes(given: list[str] | None, able: tuple[str, ...]) -> tuple[str, ...]:
+    """The dtypes to run: those asked for, or float32 and bfloat16 as far as the port has them."""
+    comparable = tuple(name for name in ("float32", "bfloat16") if name in able)
+    for name in given or ():
+        if name not in comparable:
+            raise InputError("--dtype", name, f"one of {', '.join(comparable)}", name, "choose a dtype this port has")
+    return tuple(given or comparable)
+
+
+def known_golden(folder: Path) -> None:
+    """Raise InputError unless ``folder`` holds a golden case."""
+    for name in ("config.json", "inputs.safetensors", "trace-float32.safetensors"):
+        if not (folder / name).is_file():
+            raise InputError(folder, name, "a file of a golden case", "nothing there", "give a folder like fixtures/golden/mini")

@@ -1,0 +1,40 @@
+"""What the verbs share: consoles, options, and how an error ends."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+if TYPE_CHECKING:
+    from parity.findings import Report
+
+Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout and nothing else.")]
+PortName = Annotated[
+    str, typer.Option("--port", envvar="K3_PARITY_PORT", help="mlx, reference, traces:DIR or package.module:ATTRIBUTE.")
+]
+Seed = Annotated[int, typer.Option("--seed", envvar="K3_PARITY_SEED", min=0, help="Seed of weights and inputs.")]
+OptionalPath = Annotated[Path | None, typer.Option()]
+
+stderr = Console(stderr=True)
+
+
+def stdout() -> Console:
+    """Where results go; a pipe gets full-width lines."""
+    return Console(width=None if sys.stdout.isatty() else 160)
+
+
+def finish(report: Report, as_json: bool) -> None:
+    """Show the report and exit with its code."""
+    from parity.report import print_header, print_report
+
+    if as_json:
+        print(report.model_dump_json(indent=1))
+        print_report(stderr, report)
+    else:
+        print_header(stderr, report.header)
+        print_report(stdout(), report)
+    raise typer.Exit(report.exit_code)

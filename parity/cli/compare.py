@@ -1,0 +1,50 @@
+"""``k3-parity compare``: one trace against another."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from parity.cli.common import Json, finish
+from reference.errors import InputError
+
+
+def compare(
+    found: Annotated[Path, typer.Argument(help="The trace under test.")],
+    golden: Annotated[Path, typer.Argument(help="The trace that is right.")],
+    checkpoint: Annotated[
+        Path | None, typer.Option("--checkpoint", help="Where to measure rounding; the golden trace's folder unless given.")
+    ] = None,
+    dtype: Annotated[str | None, typer.Option("--dtype", help="Told from the traces unless given.")] = None,
+    part: Annotated[str, typer.Option("--part", help="text, vision, multimodal or all.")] = "all",
+    as_json: Json = False,
+) -> None:
+    """Compare two traces tap by tap; every tap of GOLDEN must be in FOUND, except runs that its port cannot do."""
+    from parity.compare_traces import PARTS, trace_findings, yardstick_for
+    from parity.findings import Report
+    from parity.trace import load_trace
+
+    started = time.monotonic()
+    (taps, metadata), (right, _) = load_trace(found), load_trace(golden)
+    if part != "all":
+        if part not in PARTS:
+            raise InputError("--part", part, f"one of {', '.join(PARTS)} or all", part, "name a part")
+        right = {name: array for name, array in right.items() if name.partition("/")[0] in PARTS[part]}
+    dtype = dtype or metadata.get("dtype") or told_dtype(golden, right)
+    yardstick = yardstick_for(golden, dtype, taps, checkpoint)
+    findings = tuple(trace_findings(golden.parent.name, dtype, taps, metadata, right, yardstick))
+    header = {"found": str(found), "golden": str(golden), "dtype": dtype, "measured by": yardstick.origin}
+    report = Report(
+        port=metadata.get("port", found.name), header=header, findings=findings, seconds=round(time.monotonic() - started, 2)
+    )
+    finish(report, as_json)
+
+
+def told_dtype(path: Path, taps: dict) -> str:
+    """bfloat16 if the golden trace holds any such tap."""
+    if not taps:
+        raise InputError(path, "taps", "at least one tap", "none", "give a trace with taps of this part")
+    return "bfloat16" if any(str(array.dtype) == "bfloat16" for array in taps.values()) else "float32"

@@ -1,0 +1,32 @@
+"""Every small function in its regimes; the names a port reads; the twins."""
+
+from __future__ import annotations
+
+import pytest
+
+from fixtures.catalogue import CATALOGUE
+from parity.cases import CASES
+from parity.checks import Plan
+from parity.checks.plan import case_named
+from parity.functions import function_findings
+from parity.suite.judge import DTYPES, judge, verdict
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.function)
+def test_function(case, dtype, port, parity_seed):
+    if case.function not in port.capabilities().functions:
+        pytest.skip(f"unsupported by this port: {case.function}")
+    findings = [f for regime in case.regimes for f in function_findings(port, case, regime, dtype, parity_seed)]
+    verdict(port.name, findings)
+
+
+def test_coverage(port, parity_seed):
+    cases = tuple(case_named(name, parity_seed) for name in CATALOGUE)
+    judge(Plan(port, cases, seed=parity_seed), "coverage")
+
+
+def test_twins(port):
+    if port.name != "mlx":
+        pytest.skip("only the MLX port is the reference's twin")
+    judge(Plan(port), "twins")
