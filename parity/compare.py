@@ -12,7 +12,7 @@ from parity.arrays import stored_dtype
 from parity.findings import Finding, measure
 from parity.metrics import relative_rms
 from parity.protocol import ModuleCall, Taps, Unsupported
-from parity.quantities import Quantity, computed_order, quantity
+from parity.quantities import Quantity, computed_order, inputs_agree, quantity
 from parity.routing import INDICES, MARGIN, Choice, compare_choice, same_choices
 from parity.sides import Sides
 from parity.tolerance import ISOLATED
@@ -31,6 +31,7 @@ class Place(NamedTuple):
     dtype: str
     regime: str = "natural"
     seed: int = 0
+    isolated: bool = True
 
     def finding(self, what: Quantity, tap: str, status: str, **fields) -> Finding:
         return Finding(**self._asdict(), module=what.module, section=what.section, tap=tap, status=status, **fields)
@@ -56,8 +57,7 @@ def guarded(place: Place, what: Quantity, tap: str, compute: Callable[[], Taps])
 def isolated_findings(place: Place, sides: Sides, text: TextConfig, call: ModuleCall, want: tuple[str, ...] = ()) -> Iterator[Finding]:
     """Run ``call`` on the three sides and judge every tap of ``want`` (the taps that truth gives, if empty).
 
-    The first failing tap in the order of computation is the module's own; later ones follow from it and are marked
-    as having inputs that do not agree.
+    A failing tap whose own inputs agree is the source; one that is computed from a wrong tap is marked as such.
     """
     truth = sides.truth.module(call)
     names = sorted(want or truth, key=lambda tap: computed_order(text, tap))
@@ -74,7 +74,7 @@ def isolated_findings(place: Place, sides: Sides, text: TextConfig, call: Module
         if not (same_choices(truth, found) and same_choices(truth, noise)):
             call = replace(call, imposed=truth[indices])
             found, noise = sides.port.module(call), sides.noise.module(call)
-    upstream_failed = False
+    wrong: list[str] = []
     for name in names:
         if name.endswith(NOT_COMPARED):
             continue
@@ -83,8 +83,8 @@ def isolated_findings(place: Place, sides: Sides, text: TextConfig, call: Module
             finding = choice_finding(place, what, name, choice)
         else:
             finding = value_finding(place, what, name, found, truth, noise)
-        yield finding.model_copy(update={"inputs_agree": not upstream_failed})
-        upstream_failed = upstream_failed or finding.status == "fail"
+        yield finding.model_copy(update={"inputs_agree": inputs_agree(text, name, wrong)})
+        wrong += [name] if finding.status == "fail" else []
 
 
 def choice_finding(place: Place, what: Quantity, name: str, choice: Choice) -> Finding:

@@ -61,7 +61,7 @@ def trace_findings(
     failed_runs: set[str] = set()
     for tap in sorted(golden, key=lambda name: _order(yardstick.text, name)):
         run, _, name = tap.partition("/")
-        place, what = Place("golden", case, dtype, run), _quantity(yardstick.text, name)
+        place, what = Place("golden", case, dtype, run, isolated=False), _quantity(yardstick.text, name)
         if run in left_out:
             yield place.finding(what, tap, "unsupported", note=f"this port has no run {run!r}")
             continue

@@ -30,7 +30,8 @@ class Finding(Record):
     """One comparison: where, how much, and whether it is the source of the trouble.
 
     ``error`` and ``noise`` are relative RMS against float64: the port's, and the reference's in the same dtype.
-    ``inputs_agree`` is True where the module was given the reference's own input, so that it alone is to blame.
+    ``isolated``: the module was given the reference's own input, so that a failure is its own; else it stands in a
+    chain. ``inputs_agree``: nothing that this quantity is computed from was found wrong.
     """
 
     check: str
@@ -47,6 +48,7 @@ class Finding(Record):
     noise: float | None = None
     cosine: float | None = None
     worst: Worst | None = None
+    isolated: bool = True
     inputs_agree: bool | None = None
     ties: int = 0
     note: str = ""
@@ -72,8 +74,9 @@ class Report(Record):
 
     @property
     def sources(self) -> list[Finding]:
-        """Failures whose inputs agree; where there are none, every failure."""
-        return [finding for finding in self.failures if finding.inputs_agree] or self.failures
+        """The failures that name the culprit: isolated ones whose inputs agree, else the first ones of each chain."""
+        own = [finding for finding in self.failures if finding.inputs_agree]
+        return [finding for finding in own if finding.isolated] or own or self.failures
 
     @property
     def exit_code(self) -> int:

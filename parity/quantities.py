@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from reference.config import TextConfig
@@ -12,12 +13,17 @@ TEXT_MODEL = "language_model.model."
 
 
 class Quantity(NamedTuple):
-    """``order`` sorts the taps of one module by when they are computed: the first wrong one is the source."""
+    """``order`` sorts the taps of one layer part by when they are computed; ``needs`` are the taps it is computed from,
+    within that part: a wrong tap whose needs are right is the source."""
 
     module: str
     section: str
-    order: int
+    order: int = 0
+    needs: tuple[str, ...] = ()
 
+
+CONVOLVED = ("self_attn.q", "self_attn.k", "self_attn.v")
+GATES = ("self_attn.log_decay", "self_attn.beta")
 
 KDA = {
     "self_attn.q": Quantity("short_conv", "§3", 0),
@@ -25,25 +31,27 @@ KDA = {
     "self_attn.v": Quantity("short_conv", "§3", 2),
     "self_attn.log_decay": Quantity("kda.gate", "§4.4", 3),
     "self_attn.beta": Quantity("kda.gate", "§4.3", 4),
-    "self_attn.core": Quantity("kda.recurrence", "§4.5", 5),
-    "self_attn.state": Quantity("kda.recurrence", "§4.5", 6),
-    "self_attn.output": Quantity("kda.output", "§4.6", 7),
+    "self_attn.core": Quantity("kda.recurrence", "§4.5", 5, CONVOLVED + GATES),
+    "self_attn.state": Quantity("kda.recurrence", "§4.5", 6, CONVOLVED[1:] + GATES),
+    "self_attn.output": Quantity("kda.output", "§4.6", 7, ("self_attn.core",)),
 }
 MLA = {
     "self_attn.query": Quantity("mla.query", "§5", 0),
     "self_attn.latent": Quantity("mla.latent", "§5", 1),
     "self_attn.key_rope": Quantity("mla.latent", "§5", 2),
-    "self_attn.attention": Quantity("mla.attention", "§5", 3),
-    "self_attn.output": Quantity("mla.output", "§5", 4),
+    "self_attn.attention": Quantity(
+        "mla.attention", "§5", 3, ("self_attn.query", "self_attn.latent", "self_attn.key_rope")
+    ),
+    "self_attn.output": Quantity("mla.output", "§5", 4, ("self_attn.attention",)),
 }
 MOE = {
     "router.scores": Quantity("router", "§7", 0),
-    "router.indices": Quantity("router", "§7", 1),
-    "router.margin": Quantity("router", "§7", 2),
-    "router.weights": Quantity("router", "§7", 3),
+    "router.indices": Quantity("router", "§7", 1, ("router.scores",)),
+    "router.margin": Quantity("router", "§7", 2, ("router.scores",)),
+    "router.weights": Quantity("router", "§7", 3, ("router.scores",)),
     "moe.latent": Quantity("latent_moe", "§7", 4),
-    "moe.routed": Quantity("experts", "§7", 5),
-    "mlp.output": Quantity("latent_moe", "§7", 6),
+    "moe.routed": Quantity("experts", "§7", 5, ("moe.latent", "router.weights")),
+    "mlp.output": Quantity("latent_moe", "§7", 6, ("moe.routed",)),
 }
 DENSE = {"mlp.output": Quantity("mlp", "§3", 0)}
 LAYER_TAPS = {
@@ -92,3 +100,16 @@ def computed_order(text: TextConfig, tap: str) -> tuple[int, int, int]:
     if name == "output":
         return layer, 4, 0
     return layer, 3, quantity(text, tap).order
+
+
+def inputs_agree(text: TextConfig, tap: str, wrong: Iterable[str]) -> bool:
+    """Whether nothing that ``tap`` is computed from, in the same part of the same layer, is among the ``wrong`` taps."""
+    layer, name = layer_of(tap)
+    if layer is None:
+        return True
+    quantities, needed, pending = layer_quantities(text, layer), set(), [name]
+    while pending:
+        needs = quantities[pending.pop()].needs
+        needed.update(needs)
+        pending += needs
+    return not any(layer_of(other) == (layer, need) for other in wrong for need in needed)

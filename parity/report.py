@@ -88,6 +88,8 @@ def failure_text(port: str, finding: Finding) -> str:
         worst = finding.worst
         lines.append(f"  worst element {list(worst.index)}: {worst.found:.6g} where {worst.truth:.6g} is right")
     if finding.inputs_agree is not None:
-        lines.append("  its inputs agree" if finding.inputs_agree else "  its inputs already differ")
+        alone = "alone, on the reference's own input" if finding.isolated else "in a chain"
+        agree = "its inputs agree" if finding.inputs_agree else "what it is computed from already differs"
+        lines.append(f"  {agree} (compared {alone})")
     lines += [f"  {text}" for text in (finding.note, finding.command and f"repeat: {finding.command}") if text]
     return "\n".join(lines)

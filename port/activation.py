@@ -1,4 +1,4 @@
-"""The gated activations of every MLP (K3.md §3)."""
+"""The gated activations of all MLPs and experts (K3.md §3)."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from reference.config import TextConfig
 
 
 def situ_glu(gate: mx.array, up: mx.array, beta: float, linear_beta: float | None) -> mx.array:
-    """``β·tanh(g/β)·σ(g) · β_lin·tanh(u/β_lin)`` in float32, cast back (§3); without ``linear_beta`` u stays as it is.
+    """SiTU-GLU: ``β·tanh(g/β)·σ(g) · β_lin·tanh(u/β_lin)``, in float32, cast back to gate's dtype.
 
-    gate, up [..., width] -> [..., width] in gate's dtype, bounded by β·β_lin.
+    gate, up [..., width]. ``linear_beta`` None leaves ``up`` as it is. Bounded by β·β_lin.
     """
     g, u = wide(gate), wide(up)
     bounded_gate = beta * mx.tanh(g / beta) * mx.sigmoid(g)
@@ -23,15 +23,14 @@ def situ_glu(gate: mx.array, up: mx.array, beta: float, linear_beta: float | Non
 
 
 def silu_glu(gate: mx.array, up: mx.array) -> mx.array:
-    """``g·σ(g)·u``, for ``hidden_act`` "silu"; gate, up [..., width] -> [..., width] in gate's dtype."""
+    """``silu(g) · u``, the activation of models without SiTU; gate, up [..., width]."""
+    # In float32: MLX's bfloat16 sigmoid is rounded more than once.
     g = wide(gate)
     return (g * mx.sigmoid(g) * wide(up)).astype(gate.dtype)
 
 
 def gated_activation(text_config: TextConfig) -> Callable[[mx.array, mx.array], mx.array]:
-    """The activation that ``hidden_act`` names, with its configured bounds."""
+    """The function of (gate, up) that ``hidden_act`` names."""
     if text_config.hidden_act == "silu":
         return silu_glu
-    return partial(
-        situ_glu, beta=text_config.activation_situ_beta, linear_beta=text_config.activation_situ_linear_beta
-    )
+    return partial(situ_glu, beta=text_config.activation_situ_beta, linear_beta=text_config.activation_situ_linear_beta)

@@ -1,112 +1,98 @@
-"""The chunked form of the KDA recurrence, by matrix products, safe in every regime (K3.md §4.5).
+"""Kimi Delta Attention over whole chunks of tokens: K3.md §4's recurrence as matrix products (UT transform).
 
-Within a chunk of C tokens, with G the running sum of the log-decay:
+Within a chunk of C tokens let G_i be the log-decays summed over the chunk's tokens up to and including i, S the state
+before the chunk. The delta rule's writes U and the outputs O are
 
-    A[i, j] = β_i Σ_d k_i k_j exp(G_i − G_j)  for j < i          P[i, j] = Σ_d q_i k_j exp(G_i − G_j)  for j ≤ i
-    U = (I + A)⁻¹ β (V − (K ∘ exp G) S)                            O = (Q ∘ exp G) S + P U
-    S' = diag(exp G_C) S + (K ∘ exp(G_C − G))ᵀ U
+    A_ij = beta_i  sum_d k_id k_jd exp(G_id - G_jd)   (j < i)      U = (I + A)^-1 diag(beta) (V - (K exp G) S)
+    P_ij =         sum_d q_id k_jd exp(G_id - G_jd)   (j <= i)     O = (Q exp G) S + P U
+                                                                   S <- diag(exp G_C) S + (K exp(G_C - G))^T U
 
-No exponent is ever positive: exp(−G) overflows under strong decay. A and P are built by halves: in a segment split at
-its middle, the rows of the second half meet the columns of the first through the middle,
-exp(G_i − G_j) = exp(G_i − G_mid) · exp(G_mid − G_j), both factors at most 1, both exponents summed where they stand and
-never as the difference of two long sums. The inverse of I + A grows by the same halves.
+exp(-G) is never formed (it overflows after a few strong decays) and no two running sums are ever subtracted (that
+loses digits). Instead a chunk is a binary tree of segments. Every token knows its log-decay from its segment's start
+and to its segment's end, each summed where it stands; where two neighbours meet,
+exp(G_i - G_j) = exp(start of the second .. i) * exp(j .. end of the first), so one matrix product gives the pairs
+across the middle. Every exponent is a sum of log-decays, hence <= 0.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import mlx.core as mx
 
 from port.linear import wide
 
-EVALUATE_EVERY = 16
-"""Chunks after which the lazy graph is computed, so that it does not grow with T."""
+# Chunks, over all rows and heads, between two evaluations of the lazy graph, so that memory does not grow with T.
+CHUNKS_AT_ONCE = 64
 
 
-def power_of_two_from(n: int) -> int:
-    """The least power of two that is not below n >= 1."""
-    return 1 << (n - 1).bit_length()
+class Segments(NamedTuple):
+    """M segments of L tokens each, side by side in every chunk.
+
+    q, k             [..., M, L, Dk]
+    from_start       [..., M, L, Dk]  log-decay from the segment's start up to and including the token's
+    to_end           [..., M, L, Dk]  log-decay after the token's up to the segment's end
+    key_products     [..., M, L, L]   key i with key j < i, times exp(log-decay after j up to and including i); else 0
+    query_products   [..., M, L, L]   query i with key j <= i, likewise
+    """
+
+    q: mx.array
+    k: mx.array
+    from_start: mx.array
+    to_end: mx.array
+    key_products: mx.array
+    query_products: mx.array
 
 
-def into_chunks(x: mx.array, chunk: int) -> mx.array:
-    """x [B, T, H, D] -> [B, H, n, chunk, D]; T is filled up with zeros, which are steps that do nothing."""
-    batch, tokens, heads, dim = x.shape
-    x = mx.pad(x, [(0, 0), (0, -tokens % chunk), (0, 0), (0, 0)])
-    return x.reshape(batch, -1, chunk, heads, dim).transpose(0, 3, 1, 2, 4)
+def single_tokens(q: mx.array, k: mx.array, log_decay: mx.array) -> Segments:
+    """Segments of one token: [..., C, Dk] each. No decay lies between a token's write and its own read."""
+    own = mx.sum(q * k, axis=-1)[..., None, None]
+    q, k, log_decay = (x[..., None, :] for x in (q, k, log_decay))
+    return Segments(q, k, log_decay, mx.zeros_like(log_decay), mx.zeros_like(own), own)
 
 
-def out_of_chunks(x: mx.array, tokens: int) -> mx.array:
-    """The inverse of ``into_chunks``: [B, H, n, chunk, D] -> [B, tokens, H, D]."""
-    batch, heads, _, _, dim = x.shape
-    return x.transpose(0, 2, 3, 1, 4).reshape(batch, -1, heads, dim)[:, :tokens]
-
-
-def halves(x: mx.array, length: int) -> tuple[mx.array, mx.array]:
-    """x [..., C, D] cut into segments of 2·length: (first halves, second halves), each [..., C/(2·length), length, D]."""
-    x = x.reshape(*x.shape[:-2], -1, 2, length, x.shape[-1])
+def halves(x: mx.array) -> tuple[mx.array, mx.array]:
+    """[..., M, L, n] -> every first and every second of two neighbours, [..., M/2, L, n] each."""
+    x = x.reshape(*x.shape[:-3], -1, 2, *x.shape[-2:])
     return x[..., 0, :, :], x[..., 1, :, :]
 
 
-def joined(first: mx.array, second: mx.array) -> mx.array:
-    """The inverse of ``halves``: back to [..., C, D]."""
-    x = mx.stack([first, second], axis=-3)
-    return x.reshape(*x.shape[:-4], -1, x.shape[-1])
+def merge_neighbours(segments: Segments) -> Segments:
+    """M segments of L tokens -> M/2 segments of 2L tokens."""
+    first, later = (Segments(*parts) for parts in zip(*map(halves, segments), strict=True))
+    keys = (first.k * mx.exp(first.to_end)).swapaxes(-1, -2)
+    across_keys = (later.k * mx.exp(later.from_start)) @ keys
+    across_queries = (later.q * mx.exp(later.from_start)) @ keys
+    first_decay, later_decay = first.from_start[..., -1:, :], later.from_start[..., -1:, :]
+    return Segments(
+        q=mx.concatenate([first.q, later.q], axis=-2),
+        k=mx.concatenate([first.k, later.k], axis=-2),
+        from_start=mx.concatenate([first.from_start, first_decay + later.from_start], axis=-2),
+        to_end=mx.concatenate([first.to_end + later_decay, later.to_end], axis=-2),
+        key_products=_lower(first.key_products, across_keys, later.key_products),
+        query_products=_lower(first.query_products, across_queries, later.query_products),
+    )
 
 
-def widen_sums(prefix: mx.array, suffix: mx.array, length: int) -> tuple[mx.array, mx.array]:
-    """Local running sums over segments of ``length`` -> those over segments of twice the length.
+def write_operator(key_products: mx.array, beta: mx.array) -> mx.array:
+    """(I + A)^-1 diag(beta) by halves; A is beta_i * key_products_ij.
 
-    prefix[i] sums the segment up to and with i, suffix[j] sums it after j; both [..., C, D].
+    key_products [..., C, C] strictly lower triangular, beta [..., C] -> [..., C, C].
     """
-    prefix_1, prefix_2 = halves(prefix, length)
-    suffix_1, suffix_2 = halves(suffix, length)
-    total_1, total_2 = prefix_1[..., -1:, :], prefix_2[..., -1:, :]
-    return joined(prefix_1, prefix_2 + total_1), joined(suffix_1 + total_2, suffix_2)
+    return _unit_lower_inverse(beta[..., None] * key_products) * beta[..., None, :]
 
 
-def across_middle(left: mx.array, right: mx.array, prefix: mx.array, suffix: mx.array, length: int) -> mx.array:
-    """``Σ_d left_i right_j exp(G_i − G_j)`` for i in the second and j in the first half of every segment.
-
-    left, right and the local sums [..., C, D] -> [..., C/(2·length), length, length].
-    """
-    _, rows = halves(left * mx.exp(prefix), length)
-    columns, _ = halves(right * mx.exp(suffix), length)
-    return rows @ columns.swapaxes(-1, -2)
+def into_chunks(x: mx.array, size: int) -> mx.array:
+    """[B, T, H, D] -> [n, B, H, C, D]; the last chunk is filled with zeros, which neither decay, write nor read."""
+    batch, tokens, heads, width = x.shape
+    x = mx.pad(x, [(0, 0), (0, -tokens % size), (0, 0), (0, 0)])
+    return x.reshape(batch, -1, size, heads, width).transpose(1, 0, 3, 2, 4)
 
 
-def quartered(diagonal: mx.array, lower_left: mx.array) -> mx.array:
-    """Lower-triangular blocks, pairwise with what stands below: [..., 2m, h, h] and [..., m, h, h] -> [..., m, 2h, 2h]."""
-    h = diagonal.shape[-1]
-    diagonal = diagonal.reshape(*lower_left.shape[:-2], 2, h, h)
-    first, second = diagonal[..., 0, :, :], diagonal[..., 1, :, :]
-    upper = mx.concatenate([first, mx.zeros_like(first)], axis=-1)
-    return mx.concatenate([upper, mx.concatenate([lower_left, second], axis=-1)], axis=-2)
-
-
-def below_inverse(inverse: mx.array, lower_left: mx.array) -> mx.array:
-    """``−B⁻¹ C A⁻¹``, the lower left of the inverse of [[A, 0], [C, B]]; shapes as in ``quartered``."""
-    h = inverse.shape[-1]
-    inverse = inverse.reshape(*lower_left.shape[:-2], 2, h, h)
-    return -(inverse[..., 1, :, :] @ lower_left @ inverse[..., 0, :, :])
-
-
-def within_chunks(
-    q: mx.array, k: mx.array, log_decay: mx.array, beta: mx.array
-) -> tuple[mx.array, mx.array, mx.array, mx.array]:
-    """((I + A)⁻¹, P, G, G_C − G) of every chunk, bottom-up from segments of one token.
-
-    q, k, log_decay [..., C, D], beta [..., C, 1], C a power of two -> [..., C, C] twice, [..., C, D] twice.
-    """
-    chunk = k.shape[-2]
-    prefix, suffix = log_decay, mx.zeros_like(log_decay)
-    inverse = mx.ones((*k.shape[:-1], 1, 1), k.dtype)
-    reads = mx.sum(q * k, axis=-1)[..., None, None]
-    length = 1
-    while length < chunk:
-        inverse = quartered(inverse, below_inverse(inverse, across_middle(beta * k, k, prefix, suffix, length)))
-        reads = quartered(reads, across_middle(q, k, prefix, suffix, length))
-        prefix, suffix = widen_sums(prefix, suffix, length)
-        length *= 2
-    return inverse[..., 0, :, :], reads[..., 0, :, :], prefix, suffix
+def out_of_chunks(x: mx.array, tokens: int) -> mx.array:
+    """[n, B, H, C, D] -> [B, T, H, D]: the inverse of into_chunks."""
+    _, batch, heads, _, width = x.shape
+    return x.transpose(1, 0, 3, 2, 4).reshape(batch, -1, heads, width)[:, :tokens]
 
 
 def chunked_kda(
@@ -118,22 +104,58 @@ def chunked_kda(
     state: mx.array,
     chunk_size: int = 64,
 ) -> tuple[mx.array, mx.array]:
-    """The same function as ``recurrent_kda``, same arguments, same results, chunk by chunk, in float32 (§4.5).
+    """The same function as ``recurrent_kda``, same arguments, same results, in float32.
 
     ``chunk_size`` >= 1 is rounded up to a power of two, and down to what T can fill.
     """
-    tokens = q.shape[1]
-    chunk = min(power_of_two_from(chunk_size), power_of_two_from(tokens))
-    operands = (q, k, v, log_decay, beta[..., None])
-    q, k, v, log_decay, beta = (into_chunks(wide(x), chunk) for x in operands)
-    inverse, reads, prefix, suffix = within_chunks(q, k, log_decay, beta)
-    q_decayed, k_decayed, k_remaining = q * mx.exp(prefix), k * mx.exp(prefix), k * mx.exp(suffix)
-    whole_decay = mx.exp(prefix[..., -1, :])[..., None]
+    batch, tokens, heads, _ = k.shape
+    size = 1 << (min(chunk_size, tokens) - 1).bit_length()
+    stride = size * max(1, CHUNKS_AT_ONCE // (batch * heads))
+    operands = [wide(x) for x in (q, k, v, log_decay, beta[..., None])]
     state, outputs = wide(state), []
-    for n in range(q.shape[2]):
-        written = inverse[:, :, n] @ (beta[:, :, n] * (v[:, :, n] - k_decayed[:, :, n] @ state))
-        outputs.append(q_decayed[:, :, n] @ state + reads[:, :, n] @ written)
-        state = whole_decay[:, :, n] * state + k_remaining[:, :, n].swapaxes(-1, -2) @ written
-        if (n + 1) % EVALUATE_EVERY == 0:
-            mx.eval(state, outputs[-EVALUATE_EVERY:])
-    return out_of_chunks(mx.stack(outputs, axis=2), tokens), state
+    for start in range(0, tokens, stride):
+        part = [x[:, start : start + stride] for x in operands]
+        o, state = some_chunks(*(into_chunks(x, size) for x in part), state)
+        outputs.append(out_of_chunks(o, part[0].shape[1]))
+        if tokens > stride:
+            mx.eval(state, outputs[-1])
+    return mx.concatenate(outputs, axis=1), state
+
+
+def some_chunks(
+    q: mx.array, k: mx.array, v: mx.array, log_decay: mx.array, beta: mx.array, state: mx.array
+) -> tuple[mx.array, mx.array]:
+    """Chunks [n, B, H, C, D] one after another: (o [n, B, H, C, D_v], the state after the last); beta [..., C, 1]."""
+    segments = single_tokens(q, k, log_decay)
+    while segments.k.shape[-3] > 1:
+        segments = merge_neighbours(segments)
+    from_start, to_end, key_products, query_products = (x[..., 0, :, :] for x in segments[2:])
+    write = write_operator(key_products, beta[..., 0])
+    queries, readers, keys = q * mx.exp(from_start), k * mx.exp(from_start), (k * mx.exp(to_end)).swapaxes(-1, -2)
+    decay = mx.exp(from_start[..., -1, :])[..., None]
+    outputs = []
+    for n in range(len(q)):
+        writes = write[n] @ (v[n] - readers[n] @ state)
+        outputs.append(queries[n] @ state + query_products[n] @ writes)
+        state = decay[n] * state + keys[n] @ writes
+    return mx.stack(outputs), state
+
+
+def _lower(first: mx.array, across: mx.array, later: mx.array) -> mx.array:
+    """[[first, 0], [across, later]] of [..., L, L] blocks: [..., 2L, 2L]."""
+    upper = mx.concatenate([first, mx.zeros_like(first)], axis=-1)
+    return mx.concatenate([upper, mx.concatenate([across, later], axis=-1)], axis=-2)
+
+
+def _unit_lower_inverse(strict: mx.array) -> mx.array:
+    """(I + strict)^-1 of strictly lower triangular [..., C, C], C a power of two.
+
+    [[A, 0], [C, B]]^-1 = [[A^-1, 0], [-B^-1 C A^-1, B^-1]]: as stable as substitution, and all halves of a level at
+    once. Never by repeated squaring, which cancels when keys are alike. MLX's own triangular solver runs on CPUs only.
+    """
+    half = strict.shape[-1] // 2
+    if half == 0:
+        return mx.ones_like(strict)
+    both = mx.stack([strict[..., :half, :half], strict[..., half:, half:]], axis=-3)
+    first, later = (x[..., 0, :, :] for x in mx.split(_unit_lower_inverse(both), 2, axis=-3))
+    return _lower(first, -(later @ strict[..., half:, :half] @ first), later)

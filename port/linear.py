@@ -28,6 +28,21 @@ class Linear(nn.Module):
         return x @ self.weight.T
 
 
+class StackedLinear(nn.Module):
+    """``y = W x``, each row with the matrix of its own expert; ``weight`` [E, out, in]."""
+
+    def __init__(self, experts: int, in_features: int, out_features: int) -> None:
+        super().__init__()
+        self.weight = unset(experts, out_features, in_features)
+
+    def __call__(self, x: mx.array, chosen: mx.array) -> mx.array:
+        """x [N, 1 or k, in], chosen [N, k] < E -> [N, k, out], in x's dtype."""
+        # MLX's CPU has gather_mm in float32 only; its sums are the ones that a bfloat16 product should have anyway.
+        matrices = wide(self.weight).swapaxes(-1, -2)
+        y = mx.gather_mm(wide(x)[..., None, :], matrices, rhs_indices=chosen.astype(mx.uint32))
+        return y[..., 0, :].astype(x.dtype)
+
+
 class Embedding(nn.Module):
     """One row of ``weight`` [vocab, dim] per token id."""
 

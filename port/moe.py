@@ -1,14 +1,17 @@
-"""Stable LatentMoE: router, routed experts, shared experts (K3.md §7)."""
+"""Stable LatentMoE: the router, the routed experts in their latent space, the shared experts (K3.md §7, §8)."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from port import mxfp4
-from port.activation import GatedActivation, gated_activation
-from port.linear import Linear, unset, wide
+from port.activation import gated_activation
+from port.linear import Linear, StackedLinear, unset, wide
 from port.mlp import GatedMLP
+from port.mxfp4 import MXFP4Linear
 from port.norm import RMSNorm
 from reference.checkpoint import ExpertFormat
 from reference.config import TextConfig
@@ -18,8 +21,8 @@ from reference.taps import imposed, tap
 RENORM_EPS = 1e-20
 
 
-def routing_scores(logits: mx.array, activation: str) -> mx.array:
-    """``σ`` or softmax over the experts, float32; logits [N, E], activation "sigmoid" or "softmax"."""
+def routing_scores(logits: mx.array, activation: Literal["sigmoid", "softmax"]) -> mx.array:
+    """Each expert's score, in float32: σ of its logit, or softmax over the experts. logits [N, E] -> [N, E]."""
     logits = wide(logits)
     return mx.sigmoid(logits) if activation == "sigmoid" else mx.softmax(logits, axis=-1)
 
@@ -31,21 +34,25 @@ def limit_to_groups(biased_scores: mx.array, groups: int, chosen_groups: int) ->
     """
     if chosen_groups >= groups:
         return biased_scores
-    tokens, experts = biased_scores.shape
-    grouped = biased_scores.reshape(tokens, groups, experts // groups)
+    grouped = biased_scores.reshape(len(biased_scores), groups, -1)
     group_scores = mx.sum(mx.sort(grouped, axis=-1)[..., -2:], axis=-1)
-    rank = mx.argsort(best_first(group_scores), axis=-1)
-    return mx.where((rank < chosen_groups)[..., None], grouped, -mx.inf).reshape(tokens, experts)
-
-
-def best_first(scores: mx.array) -> mx.array:
-    """Indices of [N, n] scores, the largest first."""
-    return mx.argsort(-scores, axis=-1)
+    rank = mx.argsort(mx.argsort(-group_scores, axis=-1), axis=-1)
+    return mx.where((rank < chosen_groups)[..., None], grouped, -mx.inf).reshape(biased_scores.shape)
 
 
 def select_experts(biased_scores: mx.array, top_k: int) -> mx.array:
     """Indices of the ``top_k`` largest of [N, E], ascending per token: int32 [N, top_k]."""
-    return mx.sort(best_first(biased_scores)[:, :top_k].astype(mx.int32), axis=-1)
+    best = mx.argsort(-biased_scores, axis=-1)[:, :top_k]
+    return mx.sort(best.astype(mx.int32), axis=-1)
+
+
+def selection_margin(biased_scores: mx.array, top_k: int) -> mx.array:
+    """How far the last chosen score of [N, E] is from the first left out: [N] float32; +inf where none is left out."""
+    if top_k == biased_scores.shape[-1]:
+        return mx.full(biased_scores.shape[:1], mx.inf)
+    ranked = mx.sort(biased_scores, axis=-1)
+    last, left_out = ranked[:, -top_k], ranked[:, -top_k - 1]
+    return mx.where(left_out == -mx.inf, mx.inf, last - left_out)
 
 
 def routing_weights(scores: mx.array, indices: mx.array, renormalize: bool, scaling_factor: float) -> mx.array:
@@ -59,32 +66,8 @@ def routing_weights(scores: mx.array, indices: mx.array, renormalize: bool, scal
     return chosen * scaling_factor
 
 
-def selection_margin(biased_scores: mx.array, top_k: int) -> mx.array:
-    """How far the last chosen score of [N, E] is from the first left out: [N] float32; +inf where none is left out."""
-    ranked = -mx.sort(-wide(biased_scores), axis=-1)
-    if top_k == ranked.shape[-1]:
-        return mx.full(ranked.shape[:1], mx.inf)
-    last, next_best = ranked[:, top_k - 1], ranked[:, top_k]
-    return mx.where(mx.isinf(next_best), mx.inf, last - next_best)
-
-
-def check_imposed(indices: mx.array, tokens: int, top_k: int, experts: int) -> mx.array:
-    """``indices`` if they are [tokens, top_k] experts of this layer; MLX would read past its arrays without a word.
-
-    Raises InputError.
-    """
-    where, mend = "router.indices", "impose the choice of a router of this configuration"
-    if indices.shape != (tokens, top_k) or not mx.issubdtype(indices.dtype, mx.integer):
-        expected = f"integers [{tokens}, {top_k}]"
-        raise InputError(where, "imposed choice", expected, f"{indices.dtype} {list(indices.shape)}", mend)
-    low, high = mx.min(indices).item(), mx.max(indices).item()
-    if low < 0 or high >= experts:
-        raise InputError(where, "imposed choice", f"experts 0..{experts - 1}", low if low < 0 else high, mend)
-    return indices.astype(mx.int32)
-
-
 class Router(nn.Module):
-    """The choice of experts, in float32 from float32 weights and inputs (§7)."""
+    """Chooses each token's experts. ``weight`` [E, hidden]; ``e_score_correction_bias`` [E] only acts on the choice."""
 
     def __init__(self, text_config: TextConfig) -> None:
         super().__init__()
@@ -92,109 +75,103 @@ class Router(nn.Module):
         self.weight = unset(text_config.num_experts, text_config.hidden_size)
         self.e_score_correction_bias = unset(text_config.num_experts)
 
-    def scores(self, x: mx.array) -> tuple[mx.array, mx.array]:
-        """(scores, biased scores within the best groups), both float32 [N, E]; x [N, hidden]."""
-        config = self.text_config
-        scores = routing_scores(wide(x) @ wide(self.weight).T, config.moe_router_activation_func)
-        biased = scores + wide(self.e_score_correction_bias)
-        return scores, limit_to_groups(biased, config.expert_groups, config.chosen_groups)
-
     def __call__(self, x: mx.array, owner: nn.Module | None = None) -> tuple[mx.array, mx.array]:
-        """(indices [N, k] ascending, weights [N, k] float32) for x [N, hidden]; taps stand under ``owner``."""
-        config, owner = self.text_config, self if owner is None else owner
-        top_k = config.num_experts_per_token
-        scores, biased = self.scores(x)
-        given = imposed(owner, "router.indices")
-        indices = (
-            select_experts(biased, top_k)
-            if given is None
-            else check_imposed(given, x.shape[0], top_k, config.num_experts)
-        )
-        weights = routing_weights(scores, indices, config.moe_renormalize, config.routed_scaling_factor)
-        tap(owner, "router.scores", biased)
-        tap(owner, "router.margin", selection_margin(biased, top_k))
+        """x [N, hidden] -> indices int32 [N, k] ascending, weights float32 [N, k].
+
+        ``owner`` is the module under whose path the router's quantities are shown, and the choice imposed. Raises
+        InputError if an imposed choice is no choice of this router.
+        """
+        owner = self if owner is None else owner
+        text, top_k = self.text_config, self.text_config.num_experts_per_token
+        scores = routing_scores(wide(x) @ wide(self.weight).T, text.moe_router_activation_func)
+        biased_scores = scores + self.e_score_correction_bias
+        biased_scores = limit_to_groups(biased_scores, text.expert_groups, text.chosen_groups)
+        tap(owner, "router.scores", biased_scores)
+        tap(owner, "router.margin", selection_margin(biased_scores, top_k))
+        choice = imposed(owner, "router.indices")
+        if choice is None:
+            indices = select_experts(biased_scores, top_k)
+        else:
+            indices = _checked_choice(choice, len(x), top_k, text.num_experts)
+        weights = routing_weights(scores, indices, text.moe_renormalize, text.routed_scaling_factor)
         return tap(owner, "router.indices", indices), tap(owner, "router.weights", weights)
 
 
-class DenseStack(nn.Module):
-    """One matrix per expert, ``weight`` [E, out, in]."""
-
-    def __init__(self, experts: int, in_features: int, out_features: int) -> None:
-        super().__init__()
-        self.weight = unset(experts, out_features, in_features)
-
-    def __call__(self, x: mx.array, chosen: mx.array) -> mx.array:
-        """x [N, k or 1, in], chosen [N, k] -> [N, k, out]: every row times the matrix of its expert."""
-        # MLX's CPU has gather_mm in float32 only.
-        matrices = wide(self.weight).swapaxes(-1, -2)
-        y = mx.gather_mm(wide(x)[..., None, :], matrices, rhs_indices=chosen.astype(mx.uint32))
-        return y[..., 0, :].astype(x.dtype)
-
-
-class MXFP4Stack(nn.Module):
-    """One MXFP4 matrix per expert (§8): ``weight_packed`` uint32 [E, out, in/8], ``weight_scale`` uint8 [E, out, in/32]."""
-
-    def __init__(self, experts: int, in_features: int, out_features: int) -> None:
-        super().__init__()
-        self.weight_packed = mx.zeros((experts, out_features, in_features // 8), mx.uint32)
-        # Scale byte 255 is NaN.
-        self.weight_scale = mx.full((experts, out_features, in_features // mxfp4.GROUP), 255, mx.uint8)
-
-    def __call__(self, x: mx.array, chosen: mx.array) -> mx.array:
-        """x [N, k or 1, in], chosen [N, k] -> [N, k, out]: every row times the matrix of its expert."""
-        return mxfp4.gather_matmul(x, self.weight_packed, self.weight_scale, chosen)
-
-
 class Experts(nn.Module):
-    """All routed experts of a layer, each of their three matrices stacked: w1 the gate, w3 the up, w2 the down one."""
+    """All routed experts of a layer; a token passes through its chosen ones.
+
+    The matrices of all experts stand in one stack each: w1 the gates, w3 the up, w2 the down projections.
+    """
 
     def __init__(
-        self, experts: int, latent: int, width: int, activation: GatedActivation, expert_format: ExpertFormat
+        self,
+        experts: int,
+        latent: int,
+        width: int,
+        activation: Callable[[mx.array, mx.array], mx.array],
+        expert_format: ExpertFormat,
     ) -> None:
         super().__init__()
-        stack = MXFP4Stack if expert_format == "mxfp4" else DenseStack
-        self.w1, self.w2, self.w3 = stack(experts, latent, width), stack(experts, width, latent), stack(experts, latent, width)
+        linear = MXFP4Linear if expert_format == "mxfp4" else StackedLinear
+        self.w1 = linear(experts, latent, width)
+        self.w2 = linear(experts, width, latent)
+        self.w3 = linear(experts, latent, width)
         self.activation = activation
 
-    def outputs(self, z: mx.array, chosen: mx.array) -> mx.array:
-        """``w2 activation(w1 z, w3 z)`` of each chosen expert: z [N, latent], chosen [N, k] -> [N, k, latent]."""
+    def outputs(self, z: mx.array, indices: mx.array) -> mx.array:
+        """``w2 activation(w1 z, w3 z)`` of each chosen expert: z [N, latent], indices [N, k] -> [N, k, latent]."""
         z = z[:, None]
-        return self.w2(self.activation(self.w1(z, chosen), self.w3(z, chosen)), chosen)
+        return self.w2(self.activation(self.w1(z, indices), self.w3(z, indices)), indices)
 
     def __call__(self, z: mx.array, indices: mx.array, weights: mx.array) -> mx.array:
-        """``u = Σ weight · expert(z)``, summed in float32: [N, latent] float32."""
-        return mx.sum(weights[..., None] * wide(self.outputs(z, indices)), axis=1)
+        """``Σ weight · expert(z)`` in float32: z [N, latent], indices and weights [N, k] -> [N, latent]."""
+        return mx.sum(wide(self.outputs(z, indices)) * weights[..., None], axis=1)
 
 
 class LatentMoE(nn.Module):
-    """``W_up RMSNorm(Σ weight · expert(W_down x)) + shared(x)`` (§7); each of the three around the sum may be off."""
+    """``W_up RMSNorm(Σ weight · expert(W_down x)) + shared(x)``; latent, norm and shared experts may be absent."""
 
     def __init__(self, text_config: TextConfig, expert_format: ExpertFormat) -> None:
         super().__init__()
-        self.text_config = config = text_config
-        hidden, latent, activation = config.hidden_size, config.latent_size, gated_activation(config)
-        self.gate = Router(config)
-        self.experts = Experts(config.num_experts, latent, config.moe_intermediate_size, activation, expert_format)
-        if config.routed_expert_hidden_size:
+        hidden, latent = text_config.hidden_size, text_config.latent_size
+        activation, width = gated_activation(text_config), text_config.moe_intermediate_size
+        self.text_config = text_config
+        self.gate = Router(text_config)
+        if text_config.routed_expert_hidden_size:
             self.routed_expert_down_proj = Linear(hidden, latent)
             self.routed_expert_up_proj = Linear(latent, hidden)
-        if config.has_latent_norm:
-            self.routed_expert_norm = RMSNorm(latent, config.rms_norm_eps)
-        if config.shared_width:
-            self.shared_experts = GatedMLP(hidden, config.shared_width, activation)
+        if text_config.has_latent_norm:
+            self.routed_expert_norm = RMSNorm(latent, text_config.rms_norm_eps)
+        self.experts = Experts(text_config.num_experts, latent, width, activation, expert_format)
+        if text_config.shared_width:
+            self.shared_experts = GatedMLP(hidden, text_config.shared_width, activation)
 
     def __call__(self, x: mx.array, owner: nn.Module | None = None) -> mx.array:
-        """x [B, T, hidden] -> [B, T, hidden]; taps stand under ``owner``, the layer."""
-        config, owner = self.text_config, self if owner is None else owner
-        flat = x.reshape(-1, x.shape[-1])
-        indices, weights = self.gate(flat, owner)
-        z = self.routed_expert_down_proj(flat) if config.routed_expert_hidden_size else flat
-        u = self.experts(tap(owner, "moe.latent", z), indices, weights)
-        # The norm is not linear: it comes after the whole sum.
-        y = tap(owner, "moe.routed", u).astype(x.dtype)
-        if config.has_latent_norm:
-            y = self.routed_expert_norm(y)
-        if config.routed_expert_hidden_size:
-            y = self.routed_expert_up_proj(y)
-        y = y.reshape(x.shape)
-        return y + self.shared_experts(x) if config.shared_width else y
+        """x [B, T, hidden] -> [B, T, hidden]; ``owner`` as for the router."""
+        owner, text = self if owner is None else owner, self.text_config
+        tokens = x.flatten(0, 1)
+        indices, weights = self.gate(tokens, owner)
+        latent = self.routed_expert_down_proj(tokens) if text.routed_expert_hidden_size else tokens
+        tap(owner, "moe.latent", latent)
+        routed = tap(owner, "moe.routed", self.experts(latent, indices, weights).astype(x.dtype))
+        if text.has_latent_norm:
+            routed = self.routed_expert_norm(routed)
+        if text.routed_expert_hidden_size:
+            routed = self.routed_expert_up_proj(routed)
+        routed = routed.reshape(x.shape)
+        return routed + self.shared_experts(x) if text.shared_width else routed
+
+
+def _checked_choice(choice: mx.array, tokens: int, top_k: int, experts: int) -> mx.array:
+    """An imposed choice of experts, as int32 [tokens, top_k]; InputError unless it is one.
+
+    MLX reads past the end of its arrays without a word when an index is out of range.
+    """
+    if choice.shape != (tokens, top_k) or not mx.issubdtype(choice.dtype, mx.integer):
+        found, mend = f"{list(choice.shape)} of {choice.dtype}", "impose the choice of a router of this configuration"
+        raise InputError("router.indices", "shape and dtype", f"integers [{tokens}, {top_k}]", found, mend)
+    low, high = mx.min(choice).item(), mx.max(choice).item()
+    if low < 0 or high >= experts:
+        found, mend = low if low < 0 else high, "number the experts from 0"
+        raise InputError("router.indices", "expert", f"numbers in [0, {experts})", found, mend)
+    return choice.astype(mx.int32)

@@ -1,126 +1,137 @@
-"""Kimi Delta Attention over whole chunks of tokens: the recurrence of K3.md §4 written as matrix products (UT transform).
+"""Kimi Delta Attention over whole chunks of tokens: the recurrence of K3.md §4 as matrix products (the UT transform).
 
-Within a chunk of C tokens let G_i be the log-decays summed over the chunk's tokens up to and including i, S the state
-before the chunk. The delta rule's writes U and the outputs O are
+Take one head and a chunk of C tokens. G_i is the sum of the chunk's log-decays up to and including token i, S the
+state before the chunk. What each token writes (rows of U) and reads (rows of O), and the state after the chunk, are
 
-    A_ij = beta_i  sum_d k_id k_jd exp(G_id - G_jd)   (j < i)      U = (I + A)^-1 diag(beta) (V - (K exp G) S)
-    P_ij =         sum_d q_id k_jd exp(G_id - G_jd)   (j <= i)     O = (Q exp G) S + P U
-                                                                   S <- diag(exp G_C) S + (K exp(G_C - G))^T U
+    A_ij = β_i Σ_d k_id k_jd exp(G_id − G_jd)  (j < i)      U = (I + A)⁻¹ diag(β) (V − (K exp G) S)
+    P_ij =     Σ_d q_id k_jd exp(G_id − G_jd)  (j ≤ i)      O = (Q exp G) S + P U
+                                                            S ← diag(exp G_C) S + (K exp(G_C − G))ᵀ U
 
-exp(-G) is never formed (it overflows after a few strong decays) and no two running sums are ever subtracted (that
-loses digits). Instead a chunk is a binary tree of segments. A segment carries its tokens decayed from its start and
-to its end; where two neighbours meet, exp(G_i - G_j) = exp(start of the second .. i) * exp(j .. end of the first), so
-one matrix product gives the pairs across the middle. Every exponent is a sum of log-decays, hence <= 0.
+exp(−G) is never formed, because a few strong decays make it infinite, and no running sum is subtracted from another,
+because that loses digits. Instead the chunk is a binary tree of halves. Where two neighbouring segments meet, every
+pair across the middle factors through it: exp(G_i − G_j) = exp(Σ middle…i) · exp(Σ j+1…middle). So each segment keeps
+its tokens decayed from its start and decayed to its end, one matrix product gives all pairs across a middle, and the
+longer segment's factors are the shorter ones' times a neighbour's whole decay. No exponent is ever positive.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from .errors import InputError
+from reference.errors import InputError
+from reference.linear import wide
 
-# A level's tensors of this many chunks (over all heads) fit a processor's cache: faster, and memory does not grow with T.
-CHUNKS_AT_ONCE = 64
-
-
-class Segments(NamedTuple):
-    """M segments of L tokens each. A token has two readers of the state: its key (row 2i) and its query (row 2i + 1).
-
-    readers      [M, 2L, Dk]  keys and queries, times exp(log-decay from the segment's start up to and including theirs)
-    keys         [M, L, Dk]   keys, times exp(log-decay after theirs up to the segment's end)
-    products     [M, 2L, L]   reader i with key j <= i, times exp(log-decay after j up to and including i); 0 for j > i
-    log_decay    [M, 1, Dk]   the whole segment's log-decay
-    """
-
-    readers: Tensor
-    keys: Tensor
-    products: Tensor
-    log_decay: Tensor
+# So many chunks (of all heads together) are prepared at once: few enough that what a level of the tree works on stays
+# in the processor's cache and that memory does not grow with the prompt, many enough for batched products.
+CHUNKS_AT_ONCE = 32
 
 
-def single_tokens(q: Tensor, k: Tensor, log_decay: Tensor) -> Segments:
-    """Segments of one token: [M, Dk] each. A token's own write is read after its decay, so its product has none."""
-    readers = torch.stack((k, q), dim=1)
-    products = (readers * k.unsqueeze(1)).sum(dim=-1, keepdim=True)
-    log_decay = log_decay.unsqueeze(1)
-    return Segments(readers * log_decay.exp(), k.unsqueeze(1), products, log_decay)
-
-
-def halves(x: Tensor) -> tuple[Tensor, Tensor]:
-    """[M, ...] -> every first and every second of two neighbours, [M/2, ...] each."""
-    return x[0::2], x[1::2]
-
-
-def merge_neighbours(segments: Segments) -> Segments:
-    """M segments of L tokens -> M/2 segments of 2L tokens."""
-    readers, later_readers = halves(segments.readers)
-    keys, later_keys = halves(segments.keys)
-    products, later_products = halves(segments.products)
-    log_decay, later_log_decay = halves(segments.log_decay)
-    across = later_readers @ keys.transpose(1, 2)
-    return Segments(
-        readers=torch.cat((readers, later_readers * log_decay.exp()), dim=1),
-        keys=torch.cat((keys * later_log_decay.exp(), later_keys), dim=1),
-        products=torch.cat(
-            (torch.cat((products, torch.zeros_like(products)), dim=2), torch.cat((across, later_products), dim=2)), dim=1
-        ),
-        log_decay=log_decay + later_log_decay,
-    )
-
-
-def write_operator(key_products: Tensor, beta: Tensor) -> Tensor:
-    """(I + A)^-1 diag(beta) by forward substitution; A is the strict lower triangle of beta_i * key_products_ij.
-
-    key_products [M, C, C], beta [M, C] -> [M, C, C]. Never by repeated squaring, which cancels when keys are alike.
-    """
-    system = beta.unsqueeze(2) * key_products
-    return torch.linalg.solve_triangular(system, torch.diag_embed(beta), upper=False, unitriangular=True)
+def tree_size(chunk_size: int, tokens: int) -> int:
+    """The chunk length in use: the power of two at or above ``chunk_size``, or above the whole input if that is less."""
+    return 1 << (max(1, min(chunk_size, tokens)) - 1).bit_length()
 
 
 def into_chunks(x: Tensor, size: int) -> Tensor:
-    """[B, T, H, D] -> [n, B*H, C, D]; the last chunk is filled with zeros, which neither decay, write nor read."""
-    batch, tokens, heads, width = x.shape
-    x = torch.nn.functional.pad(x, (0, 0, 0, 0, 0, -tokens % size))
-    x = x.reshape(batch, -1, size, heads, width).permute(1, 0, 3, 2, 4)
-    return x.reshape(-1, batch * heads, size, width)
+    """[B, T, H, D] -> [n, B, H, size, D], a view of x if ``size`` divides T.
+
+    Otherwise the last chunk is filled with zeros: a step with k = 0, β = 0 and log-decay 0 changes nothing.
+    """
+    missing = -x.shape[1] % size
+    if missing:
+        x = F.pad(x, (0, 0, 0, 0, 0, missing))
+    return x.unflatten(1, (-1, size)).permute(1, 0, 3, 2, 4)
 
 
-def out_of_chunks(x: Tensor, batch: int, tokens: int) -> Tensor:
-    """[n, B*H, C, D] -> [B, T, H, D]: the inverse of into_chunks."""
-    chunks, _, size, width = x.shape
-    x = x.reshape(chunks, batch, -1, size, width).permute(1, 0, 3, 2, 4)
-    return x.reshape(batch, chunks * size, -1, width)[:, :tokens]
+def pairs_across(products: Tensor, length: int) -> Tensor:
+    """The places in ``products`` [N, C, R, C] where the second of two segments of ``length`` tokens meets the first.
+
+    A view [N, C / (2 · length), length, R, length]: (row, reader, column) for each pair of neighbouring segments.
+    """
+    number, size, readers, _ = products.shape
+    neighbours = size // (2 * length)
+    blocks = products.view(number, neighbours, 2, length, readers, neighbours, 2, length)[:, :, 1, :, :, :, 0]
+    return blocks.diagonal(dim1=1, dim2=4).movedim(-1, 1)
 
 
-def chunked_kda(q, k, v, log_decay, beta, state, chunk_size=64):
-    wide = torch.float64 if v.dtype == torch.float64 else torch.float32
+def decayed_products(readers: Tensor, keys: Tensor, log_decay: Tensor) -> tuple[Tensor, Tensor]:
+    """Σ_d r_id k_jd exp(G_id − G_jd) for all pairs j < i of each chunk, by the tree of halves, levels 1, 2, … C/2.
+
+    readers [N, C, R, D] (R vectors of each token that read the state after its decay: its key, its query), keys and
+    log_decay [N, C, D] -> products [N, C, R, C], zero where j ≥ i, and exp(G_C) [N, D]. The tree's last level leaves,
+    **in place**, readers · exp(G) and keys · exp(G_C − G), which is what meets the states at the chunk's two ends.
+    """
+    number, size, count, width = readers.shape
+    products = readers.new_zeros(number, size, count, size)
+    decay = log_decay.exp()
+    readers *= decay.unsqueeze(2)
+    length = 1
+    while length < size:
+        second_readers = readers.view(-1, 2, length * count, width)[:, 1]
+        first_keys = keys.view(-1, 2, length, width)[:, 0]
+        across = second_readers @ first_keys.transpose(1, 2)
+        pairs_across(products, length).copy_(across.view(number, -1, length, count, length))
+        first_decay, second_decay = decay.reshape(-1, 2, 1, width).unbind(1)
+        second_readers *= first_decay
+        first_keys *= second_decay
+        log_decay = log_decay.reshape(-1, 2, width).sum(1)
+        decay = log_decay.exp()
+        length *= 2
+    return products, decay.view(number, width)
+
+
+def write_operator(key_products: Tensor, beta: Tensor) -> Tensor:
+    """(I + A)⁻¹ diag(β), A = diag(β) · key_products, by forward substitution.
+
+    key_products [N, C, C], of which only the strict lower triangle counts, beta [N, C] -> [N, C, C]. Powers of A
+    (repeated squaring) would give the same in exact arithmetic, but cancel to nothing where neighbouring keys are alike.
+    """
+    A = beta.unsqueeze(2) * key_products
+    return torch.linalg.solve_triangular(A, torch.diag_embed(beta), upper=False, unitriangular=True)
+
+
+def some_chunks(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, S: Tensor, o: Tensor) -> None:
+    """Carry the state S [B·H, D_k, D_v] through n chunks and write what is read into ``o``; both **in place**.
+
+    q, k, log_decay [n, B, H, C, D_k], v and o [n, B, H, C, D_v], beta [n, B, H, C, 1].
+    """
+    n, _, _, size, width = k.shape
+    readers = torch.stack((k, q), dim=4).view(-1, size, 2, width)
+    keys = k.clone(memory_format=torch.contiguous_format).view(-1, size, width)
+    own = (readers[:, :, 1] * keys).sum(-1)
+    products, decay = decayed_products(readers, keys, log_decay.reshape(-1, size, width))
+    key_products, P = products.unbind(2)
+    P.diagonal(dim1=1, dim2=2).copy_(own)
+    M = write_operator(key_products, beta.reshape(-1, size))
+
+    readers, keys, decay, M, P = (x.unflatten(0, (n, -1)) for x in (readers.flatten(1, 2), keys, decay, M, P))
+    for chunk in range(n):
+        expected, read = (readers[chunk] @ S).unflatten(1, (size, 2)).unbind(2)
+        U = M[chunk] @ (v[chunk].flatten(0, 1) - expected)
+        o[chunk] = (read + P[chunk] @ U).view_as(o[chunk])
+        S.mul_(decay[chunk].unsqueeze(2)).baddbmm_(keys[chunk].transpose(1, 2), U)
+
+
+def chunked_kda(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor, chunk_size: int = 64
+) -> tuple[Tensor, Tensor]:
+    """The same function as ``recurrent_kda``, chunk by chunk (K3.md §4), in float32, or float64 for a float64 v.
+
+    q, k [B, T, H, D_k] already normalized and q scaled, v [B, T, H, D_v], log_decay [B, T, H, D_k] ≤ 0, beta
+    [B, T, H], state [B, H, D_k, D_v] -> o [B, T, H, D_v] and the state after the last token. Any T ≥ 0; nothing
+    given is changed. ``chunk_size`` is rounded up to a power of two; below 1 it is an InputError.
+    """
+    if chunk_size < 1:
+        raise InputError("chunked_kda", "chunk_size", "at least 1", chunk_size, "pass the number of tokens of a chunk")
     batch, tokens, heads, _ = k.shape
-    size = 1 << (max(1, min(chunk_size, tokens)) - 1).bit_length()
+    size = tree_size(chunk_size, tokens)
     stride = size * max(1, CHUNKS_AT_ONCE // (batch * heads))
-    S = state.to(wide).flatten(0, 1)
-    out = []
+    q, k, v, log_decay, beta, state = (wide(x) for x in (q, k, v, log_decay, beta, state))
+    S = state.flatten(0, 1).clone()
+    o = v.new_empty(batch, tokens + -tokens % size, heads, v.shape[-1])
     for start in range(0, tokens, stride):
-        part = [into_chunks(x[:, start : start + stride].to(wide), size) for x in (q, k, v, log_decay, beta.unsqueeze(-1))]
-        o, S = some_chunks(*part, S)
-        out.append(out_of_chunks(o, batch, min(stride, tokens - start)))
-    return torch.cat(out, dim=1) if out else v.to(wide), S.unflatten(0, (batch, heads))
-
-
-def some_chunks(q, k, v, log_decay, beta, state):
-    chunks, rows, size, dk = k.shape
-    segments = single_tokens(q.reshape(-1, dk), k.reshape(-1, dk), log_decay.reshape(-1, dk))
-    while segments.keys.shape[1] < size:
-        segments = merge_neighbours(segments)
-    key_products, query_products = segments.products.unflatten(1, (size, 2)).unbind(2)
-    write = write_operator(key_products, beta.reshape(-1, size))
-    readers, keys, decay, write, P = (x.unflatten(0, (chunks, rows)) for x in (segments.readers, segments.keys.transpose(1,2), segments.log_decay.exp().transpose(1,2), write, query_products))
-    outs = []
-    for n in range(chunks):
-        seen, out = (readers[n] @ state).unflatten(1, (size, 2)).unbind(2)
-        U = write[n] @ (v[n] - seen)
-        outs.append(torch.baddbmm(out, P[n], U))
-        state = torch.baddbmm(decay[n] * state, keys[n], U)
-    return torch.stack(outs), state
+        part = slice(start, start + stride)
+        inputs = (x[:, part] for x in (q, k, v, log_decay, beta.unsqueeze(-1)))
+        some_chunks(*(into_chunks(x, size) for x in inputs), S, into_chunks(o[:, part], size))
+    return o[:, :tokens], S.unflatten(0, (batch, heads))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -14,11 +15,17 @@ from reference.checkpoint import ExpertFormat
 from reference.config import TextConfig
 from reference.linear import Linear, unset, wide
 from reference.mlp import GatedMLP
-from reference.mxfp4 import CODE_VALUES, GROUP, NAN_SCALE, SCALE_BIAS
+from reference.mxfp4 import CODE_VALUES, GROUP, NAN_SCALE, SCALE_BIAS, unpack_codes
 from reference.norm import RMSNorm
 from reference.taps import imposed, tap
 
 RENORM_EPS = 1e-20
+BYTE_VALUES = torch.from_numpy(CODE_VALUES[unpack_codes(np.arange(256, dtype=np.uint8)[:, None])])
+"""The two values of every packed byte, float64 [256, 2], the low nibble's first."""
+SCALE_VALUES = torch.from_numpy(
+    np.where(np.arange(256) == NAN_SCALE, np.nan, np.ldexp(1.0, np.arange(256) - SCALE_BIAS))
+)
+"""The value of every scale byte, float64 [256]."""
 
 
 def routing_scores(logits: Tensor, activation: Literal["sigmoid", "softmax"]) -> Tensor:
@@ -70,12 +77,8 @@ def decode_mxfp4(packed: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
     The low nibble is the even input index; the scale of 32 inputs is 2^(byte − 127), and byte 255 is NaN.
     """
-    table = torch.from_numpy(CODE_VALUES).to(dtype)
-    codes = torch.stack([packed & 0x0F, packed >> 4], dim=-1).flatten(-2)
-    exponent = scale.to(torch.float64) - SCALE_BIAS
-    factor = torch.where(scale == NAN_SCALE, torch.nan, torch.exp2(exponent)).to(dtype)
-    groups = table[codes.int()].unflatten(-1, (-1, GROUP))
-    return (groups * factor[..., None]).flatten(-2)
+    values = BYTE_VALUES.to(dtype)[packed.int()].flatten(-2).unflatten(-1, (-1, GROUP))
+    return (values * SCALE_VALUES.to(dtype)[scale.int()][..., None]).flatten(-2)
 
 
 class MXFP4Linear(nn.Module):

@@ -188,7 +188,7 @@ def stored_tensor(path: Path, name: str, entry: Any, start: int) -> Stored:
     """One entry of a header; the byte range must be as long as shape and dtype say."""
     entry = entry if isinstance(entry, dict) else {}
     dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
-    if dtype not in BYTES:
+    if dtype not in list(BYTES):
         raise InputError(path, name, f"a dtype among {', '.join(BYTES)}", repr(dtype), "convert the tensor")
     if not is_counts(shape) or not is_counts(offsets) or len(offsets) != 2:
         raise InputError(path, name, "a shape and two data offsets", repr((shape, offsets)), FETCH_AGAIN)

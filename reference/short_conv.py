@@ -17,7 +17,7 @@ def short_conv(x: Tensor, weight: Tensor, state: Tensor) -> Tensor:
     """
     tokens, taps = x.shape[1], wide(weight[:, 0]).unbind(-1)
     inputs = wide(torch.cat([state, x], dim=1))
-    convolved = sum(tap * inputs[:, ago : ago + tokens] for ago, tap in enumerate(taps))
+    convolved = sum(tap * inputs[:, first : first + tokens] for first, tap in enumerate(taps))
     return F.silu(convolved).to(x.dtype)
 
 

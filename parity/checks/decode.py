@@ -26,5 +26,5 @@ def run(plan: Plan) -> Iterator[Finding]:
     for case, dtype in plan.each():
         ids = case.tokens()
         for name, pieces in splits(ids.shape[1]).items():
-            place = Place("decode", case.name, dtype, name, plan.seed)
+            place = Place("decode", case.name, dtype, name, plan.seed, False)
             yield from chained_findings(place, plan.sides(case, dtype), case.text, Batch(ids, None, pieces), SHOWN)

@@ -13,5 +13,5 @@ from parity.findings import Finding
 def run(plan: Plan) -> Iterator[Finding]:
     for case, dtype in plan.each():
         ids = case.tokens()
-        place = Place("end_to_end", case.name, dtype, seed=plan.seed)
+        place = Place("end_to_end", case.name, dtype, seed=plan.seed, isolated=False)
         yield from chained_findings(place, plan.sides(case, dtype), case.text, Batch(ids, None, [ids.shape[1]]))

@@ -19,7 +19,7 @@ from parity.isolate import isolated_calls
 from parity.metrics import relative_rms
 from parity.ports.traces import TracesPort
 from parity.protocol import ModuleCall, Taps
-from parity.quantities import TOP_TAPS, computed_order, quantity
+from parity.quantities import TOP_TAPS, computed_order, inputs_agree, quantity
 from parity.routing import INDICES, compare_choice
 from parity.sides import Sides
 from parity.tolerance import GOLDEN_ISOLATED_FLOAT32, ISOLATED
@@ -87,7 +87,7 @@ def _call_findings(place: Place, sides: Sides, text: TextConfig, call: ModuleCal
         choice = compare_choice(found[indices], truth | {indices: golden[indices]}, noise, indices)
         call = ModuleCall(call.kind, call.layer, call.inputs, golden[indices])
         found, noise, truth = (side.module(call) for side in (sides.port, sides.noise, sides.truth))
-    upstream_failed = False
+    wrong: list[str] = []
     for name in names:
         what = quantity(text, name)
         if name == indices:
@@ -96,8 +96,8 @@ def _call_findings(place: Place, sides: Sides, text: TextConfig, call: ModuleCal
             finding = place.finding(what, name, "fail", note="the port does not show this tap")
         else:
             finding = _value(place, what, name, found, truth, noise, golden)
-        yield finding.model_copy(update={"inputs_agree": not upstream_failed})
-        upstream_failed = upstream_failed or finding.status == "fail"
+        yield finding.model_copy(update={"inputs_agree": inputs_agree(text, name, wrong)})
+        wrong += [name] if finding.status == "fail" else []
 
 
 def _value(place, what, name, found, truth, noise, golden) -> Finding:

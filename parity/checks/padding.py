@@ -47,6 +47,6 @@ def run(plan: Plan) -> Iterator[Finding]:
     for case, dtype in plan.each():
         rows = case.tokens(batch=len(LENGTHS))
         for name, (side, pieces, fill) in VARIANTS.items():
-            place = Place("padding", case.name, dtype, name, plan.seed)
+            place = Place("padding", case.name, dtype, name, plan.seed, False)
             batch = Batch(placed(rows, mask(side)), mask(side), pieces, fill)
             yield from chained_findings(place, plan.sides(case, dtype), case.text, batch, SHOWN)

@@ -26,6 +26,6 @@ def test_any_legal_configuration(data, port):
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = build(config, f"{folder}/drawn")
         text = K3Config.from_file(checkpoint).text_config
-        place = Place("drawn", "hypothesis", "float32")
+        place = Place("drawn", "hypothesis", "float32", isolated=False)
         batch = Batch(ids, mask, pieces, fill=float("nan"))
         verdict(port.name, chained_findings(place, Sides(port, checkpoint, "float32"), text, batch))

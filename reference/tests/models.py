@@ -19,6 +19,40 @@ MINI_CONFIG = json.loads((MINI / "config.json").read_text())
 STORED_WIDE = ("conv1d.weight", "A_log", "dt_bias", "o_norm.weight", "e_score_correction_bias")
 
 
+SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "unbounded gate": ({"gate_lower_bound": None}, {}),
+    "another bound": ({"gate_lower_bound": -2.0}, {}),
+    "low-rank gate": ({"use_full_rank_gate": None}, {}),
+    "kernel 1": ({"short_conv_kernel_size": 1}, {}),
+    "kernel 6": ({"short_conv_kernel_size": 6}, {}),
+    "other KDA heads": ({"num_heads": 6, "head_dim": 4}, {}),
+    "only KDA": ({"kda_layers": [1, 2, 3, 4], "full_attn_layers": []}, {}),
+    "only MLA": ({"kda_layers": [], "full_attn_layers": [1, 2, 3, 4]}, {}),
+    "plain query": ({}, {"q_lora_rank": None}),
+    "no output gate": ({}, {"mla_use_output_gate": None}),
+    "other MLA widths": ({}, {"qk_nope_head_dim": 5, "qk_rope_head_dim": 3, "v_head_dim": 7}),
+    "no latent": ({}, {"routed_expert_hidden_size": None}),
+    "no latent norm": ({}, {"latent_moe_use_norm": False}),
+    "no attention residuals": ({}, {"attn_res_block_size": None}),
+    "block size 1": ({}, {"attn_res_block_size": 1}),
+    "block size 100": ({}, {"attn_res_block_size": 100}),
+    "expert groups": ({}, {"num_expert_group": 4, "topk_group": 2}),
+    "softmax router": ({}, {"moe_router_activation_func": "softmax"}),
+    "not renormalized": ({}, {"moe_renormalize": False, "latent_moe_use_norm": False}),
+    "scaled routing": ({}, {"routed_scaling_factor": 2.5, "latent_moe_use_norm": False}),
+    "one expert": ({}, {"num_experts_per_token": 1}),
+    "no linear bound": ({}, {"activation_situ_linear_beta": None}),
+    "another beta": ({}, {"activation_situ_beta": 1.0}),
+    "silu": ({}, {"hidden_act": "silu"}),
+    "no shared experts": ({}, {"num_shared_experts": None}),
+    "three dense layers": ({}, {"first_k_dense_replace": 3}),
+    "no dense layer": ({}, {"first_k_dense_replace": 0}),
+    "every second layer MoE": ({}, {"moe_layer_freq": 2}),
+    "another eps": ({}, {"rms_norm_eps": 0.1}),
+}
+"""Legal settings, Kimi-Linear's among them: changes of (linear_attn_config, text_config). Each changes the function."""
+
+
 def mini_config(linear: dict[str, Any] | None = None, **text: Any) -> K3Config:
     """The committed mini configuration with some fields of the text tower changed."""
     data = copy.deepcopy(MINI_CONFIG)
@@ -29,6 +63,12 @@ def mini_config(linear: dict[str, Any] | None = None, **text: Any) -> K3Config:
 
 def mini_text(linear: dict[str, Any] | None = None, **text: Any) -> TextConfig:
     return mini_config(linear, **text).text_config
+
+
+def small_config(linear: dict[str, Any] | None = None, **text: Any) -> K3Config:
+    """As ``mini_config``, with four layers, the last of them MLA."""
+    layers = {"kda_layers": [1, 2, 3], "full_attn_layers": [4]}
+    return mini_config(layers | (linear or {}), **{"num_hidden_layers": 4} | text)
 
 
 def randn(*shape: int, seed: int = 0) -> Tensor:

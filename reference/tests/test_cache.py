@@ -2,14 +2,14 @@ import pytest
 import torch
 
 from reference.cache import KDACache, MLACache, new_cache
-from reference.tests.models import mini_config, mini_text, random_model, randn
+from reference.tests.models import mini_config, mini_text, randn, random_model
 
 CONFIG = mini_config()
 IDS = torch.randint(0, 300, (2, 9), generator=torch.Generator().manual_seed(0))
 
 
 def formula(text, batch, tokens, width):
-    """Bytes that decoding needs: three windows and a float32 state per KDA layer; latent, key and mask per MLA layer."""
+    """Bytes that decoding needs: a KDA layer's three windows and wide state, an MLA layer's latents, keys and mask."""
     linear, layers = text.linear_attn_config, range(text.num_hidden_layers)
     state_width = max(4, width)
     window = 3 * (linear.short_conv_kernel_size - 1) * linear.width * width

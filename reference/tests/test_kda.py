@@ -26,7 +26,10 @@ def gate(z, a_log, bound=-5.0):
 
 def inputs(batch=2, tokens=6, heads=3, dk=4, dv=4, seed=0):
     """q, k, v, log_decay, beta, state for the recurrence."""
-    q, k = (scaled_query(randn(batch, tokens, heads, dk, seed=seed)), l2_normalize(randn(batch, tokens, heads, dk, seed=1)))
+    q, k = (
+        scaled_query(randn(batch, tokens, heads, dk, seed=seed)),
+        l2_normalize(randn(batch, tokens, heads, dk, seed=1)),
+    )
     decay = -5 * torch.sigmoid(randn(batch, tokens, heads, dk, seed=3))
     beta = torch.sigmoid(randn(batch, tokens, heads, seed=4))
     return [q, k, randn(batch, tokens, heads, dv, seed=2), decay, beta, randn(batch, heads, dk, dv, seed=5)]
@@ -60,7 +63,11 @@ def test_a_log_is_per_head_and_its_tail_is_not_used(bound):
     for head in range(heads):
         bias = dt_bias.reshape(heads, head_dim)[head]
         rate = a_log[head].exp()
-        expected = -rate * F.softplus(z[:, :, head] + bias) if bound is None else bound * torch.sigmoid(rate * (z[:, :, head] + bias))
+        expected = (
+            -rate * F.softplus(z[:, :, head] + bias)
+            if bound is None
+            else bound * torch.sigmoid(rate * (z[:, :, head] + bias))
+        )
         torch.testing.assert_close(result[:, :, head], expected)
     a_log[heads:] = 1e3
     assert torch.equal(log_decay(z, a_log, dt_bias, bound), result)
@@ -191,7 +198,11 @@ def test_chunked_and_recurrent_are_one_function_in_every_split(variant):
     cache = KDACache(text, 2, torch.float64)
     whole = module(x, None, cache)
     assert whole.isfinite().all() and whole.abs().max() > 1e-3
-    for form, chunk_size, sizes in [("chunked", 4, [11]), ("chunked", 64, [5, 1, 5]), ("recurrent", 4, [1, 2, 3, 4, 1])]:
+    for form, chunk_size, sizes in [
+        ("chunked", 4, [11]),
+        ("chunked", 64, [5, 1, 5]),
+        ("recurrent", 4, [1, 2, 3, 4, 1]),
+    ]:
         module.form, module.chunk_size = form, chunk_size
         other = KDACache(text, 2, torch.float64)
         parts = [module(part, None, other) for part in x.split(sizes, dim=1)]

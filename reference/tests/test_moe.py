@@ -254,7 +254,10 @@ def test_a_zero_routed_sum_gives_zero():
 @pytest.mark.parametrize(
     "text, absent",
     [
-        ({"routed_expert_hidden_size": None}, {"routed_expert_down_proj", "routed_expert_up_proj", "routed_expert_norm"}),
+        (
+            {"routed_expert_hidden_size": None},
+            {"routed_expert_down_proj", "routed_expert_up_proj", "routed_expert_norm"},
+        ),
         ({"latent_moe_use_norm": None}, {"routed_expert_norm"}),
         ({"num_shared_experts": None}, {"shared_experts"}),
         ({"num_shared_experts": 0}, {"shared_experts"}),
