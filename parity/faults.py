@@ -106,7 +106,7 @@ class FaultyPort:
 
     def open(self, checkpoint, dtype):
         with self._in_force():
-            return _FaultySession(self.inner.open(checkpoint, dtype), self._in_force)
+            return FaultySession(self.inner.open(checkpoint, dtype), self._in_force)
 
     def call(self, function, arrays, settings):
         with self._in_force():
@@ -122,7 +122,7 @@ class FaultyPort:
             yield
 
 
-class _FaultySession:
+class FaultySession:
     def __init__(self, session, in_force) -> None:
         self._session, self._in_force = session, in_force
 

@@ -3,96 +3,92 @@
 Within a chunk of C tokens let G_i be the log-decays summed over the chunk's tokens up to and including i, S the state
 before the chunk. The delta rule's writes U and the outputs O are
 
-    A_ij = beta_i  sum_d k_id k_jd exp(G_id - G_jd)   (j < i)      U = (I + A)^-1 diag(beta) (V - (K exp G) S)
-    P_ij =         sum_d q_id k_jd exp(G_id - G_jd)   (j <= i)     O = (Q exp G) S + P U
-                                                                   S <- diag(exp G_C) S + (K exp(G_C - G))^T U
+    A_ij = β_i  Σ_d k_id k_jd exp(G_id − G_jd)   (j < i)      U = (I + A)⁻¹ diag(β) (V − (K exp G) S)
+    P_ij =      Σ_d q_id k_jd exp(G_id − G_jd)   (j ≤ i)      O = (Q exp G) S + P U
+                                                              S ← diag(exp G_C) S + (K exp(G_C − G))ᵀ U
 
-exp(-G) is never formed (it overflows after a few strong decays) and no two running sums are ever subtracted (that
+exp(−G) is never formed (it overflows after a few strong decays) and no two running sums are ever subtracted (that
 loses digits). Instead a chunk is a binary tree of segments. Every token knows its log-decay from its segment's start
 and to its segment's end, each summed where it stands; where two neighbours meet,
-exp(G_i - G_j) = exp(start of the second .. i) * exp(j .. end of the first), so one matrix product gives the pairs
-across the middle. Every exponent is a sum of log-decays, hence <= 0.
+exp(G_i − G_j) = exp(start of the second … i) · exp(j … end of the first), so one matrix product gives the pairs across
+the middle. Every exponent is a sum of log-decays, hence ≤ 0.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import mlx.core as mx
 
 from port.linear import wide
+from reference.errors import InputError
 
-# Chunks, over all rows and heads, between two evaluations of the lazy graph, so that memory does not grow with T.
+# So many chunks (of all heads together) lie between two evaluations of the lazy graph: memory does not grow with T.
 CHUNKS_AT_ONCE = 64
 
 
-class Segments(NamedTuple):
-    """M segments of L tokens each, side by side in every chunk.
-
-    q, k             [..., M, L, Dk]
-    from_start       [..., M, L, Dk]  log-decay from the segment's start up to and including the token's
-    to_end           [..., M, L, Dk]  log-decay after the token's up to the segment's end
-    key_products     [..., M, L, L]   key i with key j < i, times exp(log-decay after j up to and including i); else 0
-    query_products   [..., M, L, L]   query i with key j <= i, likewise
-    """
-
-    q: mx.array
-    k: mx.array
-    from_start: mx.array
-    to_end: mx.array
-    key_products: mx.array
-    query_products: mx.array
-
-
-def single_tokens(q: mx.array, k: mx.array, log_decay: mx.array) -> Segments:
-    """Segments of one token: [..., C, Dk] each. No decay lies between a token's write and its own read."""
-    own = mx.sum(q * k, axis=-1)[..., None, None]
-    q, k, log_decay = (x[..., None, :] for x in (q, k, log_decay))
-    return Segments(q, k, log_decay, mx.zeros_like(log_decay), mx.zeros_like(own), own)
-
-
-def halves(x: mx.array) -> tuple[mx.array, mx.array]:
-    """[..., M, L, n] -> every first and every second of two neighbours, [..., M/2, L, n] each."""
-    x = x.reshape(*x.shape[:-3], -1, 2, *x.shape[-2:])
-    return x[..., 0, :, :], x[..., 1, :, :]
-
-
-def merge_neighbours(segments: Segments) -> Segments:
-    """M segments of L tokens -> M/2 segments of 2L tokens."""
-    first, later = (Segments(*parts) for parts in zip(*map(halves, segments), strict=True))
-    keys = (first.k * mx.exp(first.to_end)).swapaxes(-1, -2)
-    across_keys = (later.k * mx.exp(later.from_start)) @ keys
-    across_queries = (later.q * mx.exp(later.from_start)) @ keys
-    first_decay, later_decay = first.from_start[..., -1:, :], later.from_start[..., -1:, :]
-    return Segments(
-        q=mx.concatenate([first.q, later.q], axis=-2),
-        k=mx.concatenate([first.k, later.k], axis=-2),
-        from_start=mx.concatenate([first.from_start, first_decay + later.from_start], axis=-2),
-        to_end=mx.concatenate([first.to_end + later_decay, later.to_end], axis=-2),
-        key_products=_lower(first.key_products, across_keys, later.key_products),
-        query_products=_lower(first.query_products, across_queries, later.query_products),
-    )
-
-
-def write_operator(key_products: mx.array, beta: mx.array) -> mx.array:
-    """(I + A)^-1 diag(beta) by halves; A is beta_i * key_products_ij.
-
-    key_products [..., C, C] strictly lower triangular, beta [..., C] -> [..., C, C].
-    """
-    return _unit_lower_inverse(beta[..., None] * key_products) * beta[..., None, :]
+def tree_size(chunk_size: int, tokens: int) -> int:
+    """The chunk length in use: the power of two at or above ``chunk_size``, or above the whole input if less."""
+    return 1 << (min(chunk_size, tokens) - 1).bit_length()
 
 
 def into_chunks(x: mx.array, size: int) -> mx.array:
-    """[B, T, H, D] -> [n, B, H, C, D]; the last chunk is filled with zeros, which neither decay, write nor read."""
+    """[B, T, H, D] -> [n, B, H, size, D].
+
+    If need be, the last chunk is filled with zeros: a step with k = 0, β = 0 and log-decay 0 changes nothing.
+    """
     batch, tokens, heads, width = x.shape
     x = mx.pad(x, [(0, 0), (0, -tokens % size), (0, 0), (0, 0)])
     return x.reshape(batch, -1, size, heads, width).transpose(1, 0, 3, 2, 4)
 
 
-def out_of_chunks(x: mx.array, tokens: int) -> mx.array:
-    """[n, B, H, C, D] -> [B, T, H, D]: the inverse of into_chunks."""
-    _, batch, heads, _, width = x.shape
-    return x.transpose(1, 0, 3, 2, 4).reshape(batch, -1, heads, width)[:, :tokens]
+def decayed_products(
+    readers: mx.array, keys: mx.array, log_decay: mx.array
+) -> tuple[mx.array, mx.array, mx.array, mx.array]:
+    """Σ_d r_id k_jd exp(G_id − G_jd) for all pairs j < i of each chunk, by the tree of halves, levels 1, 2, … C/2.
+
+    readers [..., R, C, D] (R vectors of each token that read the state after its decay: its key, its query), keys and
+    log_decay [..., C, D] -> products [..., R, C, C], zero where j ≥ i; what meets the states at the chunk's two ends,
+    readers · exp(G) and keys · exp(G_C − G); and exp(G_C) [..., D].
+    """
+    size, length = keys.shape[-2], 1
+    from_start, to_end = log_decay, mx.zeros_like(log_decay)
+    products = mx.zeros((*readers.shape[:-1], 1, 1))
+    while length < size:
+        _, second_readers = _halves(readers * mx.exp(from_start)[..., None, :, :], length)
+        first_keys, _ = _halves(keys * mx.exp(to_end), length)
+        across = second_readers @ first_keys[..., None, :, :, :].swapaxes(-1, -2)
+        products = _lower(products[..., 0::2, :, :], across, products[..., 1::2, :, :])
+        from_start, to_end = _widened(from_start, to_end, length)
+        length *= 2
+    readers, keys = readers * mx.exp(from_start)[..., None, :, :], keys * mx.exp(to_end)
+    return products[..., 0, :, :], readers, keys, mx.exp(from_start[..., -1, :])
+
+
+def write_operator(key_products: mx.array, beta: mx.array) -> mx.array:
+    """(I + A)⁻¹ diag(β), A = diag(β) · key_products.
+
+    key_products [..., C, C], strictly lower triangular, beta [..., C] -> [..., C, C]. Powers of A (repeated squaring)
+    would give the same in exact arithmetic, but cancel to nothing where neighbouring keys are alike.
+    """
+    return _unit_lower_inverse(beta[..., None] * key_products) * beta[..., None, :]
+
+
+def some_chunks(
+    q: mx.array, k: mx.array, v: mx.array, log_decay: mx.array, beta: mx.array, state: mx.array
+) -> tuple[mx.array, mx.array]:
+    """Carry the state [B, H, D_k, D_v] through n chunks: (o [n, B, H, C, D_v], the state after the last).
+
+    q, k, log_decay [n, B, H, C, D_k], v [n, B, H, C, D_v], beta [n, B, H, C, 1].
+    """
+    products, readers, keys, decay = decayed_products(mx.stack([k, q], axis=-3), k, log_decay)
+    M = write_operator(products[..., 0, :, :], beta[..., 0])
+    P = products[..., 1, :, :] + mx.sum(q * k, axis=-1)[..., None] * mx.eye(k.shape[-2])
+    outputs = []
+    for chunk in range(len(k)):
+        expected, read = (readers[chunk, :, :, which] @ state for which in (0, 1))
+        U = M[chunk] @ (v[chunk] - expected)
+        outputs.append(read + P[chunk] @ U)
+        state = decay[chunk][..., None] * state + keys[chunk].swapaxes(-1, -2) @ U
+    return mx.stack(outputs), state
 
 
 def chunked_kda(
@@ -104,41 +100,48 @@ def chunked_kda(
     state: mx.array,
     chunk_size: int = 64,
 ) -> tuple[mx.array, mx.array]:
-    """The same function as ``recurrent_kda``, same arguments, same results, in float32.
+    """The same function as ``recurrent_kda``, chunk by chunk (K3.md §4), in float32.
 
-    ``chunk_size`` >= 1 is rounded up to a power of two, and down to what T can fill.
+    q, k [B, T, H, D_k] already normalized and q scaled, v [B, T, H, D_v], log_decay [B, T, H, D_k] ≤ 0, beta
+    [B, T, H], state [B, H, D_k, D_v] -> o [B, T, H, D_v] and the state after the last token. ``chunk_size`` is rounded
+    up to a power of two; below 1 it is an InputError.
     """
+    if chunk_size < 1:
+        raise InputError("chunked_kda", "chunk_size", "at least 1", chunk_size, "pass the number of tokens of a chunk")
     batch, tokens, heads, _ = k.shape
-    size = 1 << (min(chunk_size, tokens) - 1).bit_length()
+    size = tree_size(chunk_size, tokens)
     stride = size * max(1, CHUNKS_AT_ONCE // (batch * heads))
-    operands = [wide(x) for x in (q, k, v, log_decay, beta[..., None])]
-    state, outputs = wide(state), []
+    q, k, v, log_decay, beta, state = (wide(x) for x in (q, k, v, log_decay, beta, state))
+    outputs = []
     for start in range(0, tokens, stride):
-        part = [x[:, start : start + stride] for x in operands]
-        o, state = some_chunks(*(into_chunks(x, size) for x in part), state)
-        outputs.append(out_of_chunks(o, part[0].shape[1]))
+        inputs = (x[:, start : start + stride] for x in (q, k, v, log_decay, beta[..., None]))
+        o, state = some_chunks(*(into_chunks(x, size) for x in inputs), state)
+        outputs.append(_out_of_chunks(o))
         if tokens > stride:
             mx.eval(state, outputs[-1])
-    return mx.concatenate(outputs, axis=1), state
+    return mx.concatenate(outputs, axis=1)[:, :tokens], state
 
 
-def some_chunks(
-    q: mx.array, k: mx.array, v: mx.array, log_decay: mx.array, beta: mx.array, state: mx.array
-) -> tuple[mx.array, mx.array]:
-    """Chunks [n, B, H, C, D] one after another: (o [n, B, H, C, D_v], the state after the last); beta [..., C, 1]."""
-    segments = single_tokens(q, k, log_decay)
-    while segments.k.shape[-3] > 1:
-        segments = merge_neighbours(segments)
-    from_start, to_end, key_products, query_products = (x[..., 0, :, :] for x in segments[2:])
-    write = write_operator(key_products, beta[..., 0])
-    queries, readers, keys = q * mx.exp(from_start), k * mx.exp(from_start), (k * mx.exp(to_end)).swapaxes(-1, -2)
-    decay = mx.exp(from_start[..., -1, :])[..., None]
-    outputs = []
-    for n in range(len(q)):
-        writes = write[n] @ (v[n] - readers[n] @ state)
-        outputs.append(queries[n] @ state + query_products[n] @ writes)
-        state = decay[n] * state + keys[n] @ writes
-    return mx.stack(outputs), state
+def _out_of_chunks(x: mx.array) -> mx.array:
+    """[n, B, H, C, D] -> [B, n·C, H, D]."""
+    _, batch, heads, _, width = x.shape
+    return x.transpose(1, 0, 3, 2, 4).reshape(batch, -1, heads, width)
+
+
+def _halves(x: mx.array, length: int) -> tuple[mx.array, mx.array]:
+    """[..., C, D] in segments of ``length``: the first and the second of every two, [..., C/(2·length), length, D]."""
+    x = x.reshape(*x.shape[:-2], -1, 2, length, x.shape[-1])
+    return x[..., 0, :, :], x[..., 1, :, :]
+
+
+def _widened(from_start: mx.array, to_end: mx.array, length: int) -> tuple[mx.array, mx.array]:
+    """The log-decays to both ends [..., C, D] of segments of ``length`` tokens -> those of segments of twice that."""
+    first_from, second_from = _halves(from_start, length)
+    first_to, second_to = _halves(to_end, length)
+    first_whole, second_whole = first_from[..., -1:, :], second_from[..., -1:, :]
+    from_start_wide = mx.concatenate([first_from, first_whole + second_from], axis=-2)
+    to_end_wide = mx.concatenate([first_to + second_whole, second_to], axis=-2)
+    return from_start_wide.reshape(from_start.shape), to_end_wide.reshape(to_end.shape)
 
 
 def _lower(first: mx.array, across: mx.array, later: mx.array) -> mx.array:

@@ -97,11 +97,13 @@ def some_chunks(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor
     q, k, log_decay [n, B, H, C, D_k], v and o [n, B, H, C, D_v], beta [n, B, H, C, 1].
     """
     n, _, _, size, width = k.shape
-    readers = torch.stack((k, q), dim=4).view(-1, size, 2, width)
+    readers = k.new_empty(*k.shape[:-1], 2, width)
+    readers[..., 0, :], readers[..., 1, :] = k, q
+    readers = readers.view(-1, size, 2, width)
     keys = k.clone(memory_format=torch.contiguous_format).view(-1, size, width)
     own = (readers[:, :, 1] * keys).sum(-1)
     products, decay = decayed_products(readers, keys, log_decay.reshape(-1, size, width))
-    key_products, P = products.unbind(2)
+    key_products, P = products[:, :, 0], products[:, :, 1]
     P.diagonal(dim1=1, dim2=2).copy_(own)
     M = write_operator(key_products, beta.reshape(-1, size))
 

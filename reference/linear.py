@@ -13,8 +13,8 @@ def wide(x: Tensor) -> Tensor:
 
 
 def unset(*shape: int) -> nn.Parameter:
-    """A parameter of NaN: a tensor that was never loaded shows in every output it touches."""
-    return nn.Parameter(torch.full(shape, torch.nan))
+    """A parameter of NaN, without gradient: a tensor that was never loaded shows in every output it touches."""
+    return nn.Parameter(torch.full(shape, torch.nan), requires_grad=False)
 
 
 class Linear(nn.Module):

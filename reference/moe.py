@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from reference.activation import gated_activation
 from reference.checkpoint import ExpertFormat
 from reference.config import TextConfig
+from reference.errors import InputError
 from reference.linear import Linear, unset, wide
 from reference.mlp import GatedMLP
 from reference.mxfp4 import CODE_VALUES, GROUP, NAN_SCALE, SCALE_BIAS, unpack_codes
@@ -110,7 +111,8 @@ class Router(nn.Module):
     def forward(self, x: Tensor, owner: nn.Module | None = None) -> tuple[Tensor, Tensor]:
         """x [N, hidden] -> indices int64 [N, k] ascending, weights float32 [N, k].
 
-        ``owner`` is the module under whose path the router's quantities are shown, and the choice imposed.
+        ``owner`` is the module under whose path the router's quantities are shown, and the choice imposed. Raises
+        InputError if an imposed choice is no choice of this router.
         """
         owner, text, top_k = owner or self, self.text_config, self.text_config.num_experts_per_token
         scores = routing_scores(F.linear(wide(x), wide(self.weight)), text.moe_router_activation_func)
@@ -119,9 +121,24 @@ class Router(nn.Module):
         tap(owner, "router.scores", biased_scores)
         tap(owner, "router.margin", selection_margin(biased_scores, top_k))
         choice = imposed(owner, "router.indices")
-        indices = select_experts(biased_scores, top_k) if choice is None else torch.as_tensor(choice).long()
+        if choice is None:
+            indices = select_experts(biased_scores, top_k)
+        else:
+            indices = _checked_choice(choice, len(x), top_k, text.num_experts)
         weights = routing_weights(scores, indices, text.moe_renormalize, text.routed_scaling_factor)
         return tap(owner, "router.indices", indices), tap(owner, "router.weights", weights)
+
+
+def _checked_choice(choice: Any, tokens: int, top_k: int, experts: int) -> Tensor:
+    """An imposed choice of experts, as int64 [tokens, top_k]; InputError unless it is one."""
+    indices = torch.as_tensor(choice)
+    if indices.is_floating_point() or indices.shape != (tokens, top_k):
+        expected, found = f"integers [{tokens}, {top_k}]", f"{list(indices.shape)} of {indices.dtype}"
+        raise InputError("router.indices", "imposed choice", expected, found, "give top-k experts per token")
+    if ((indices < 0) | (indices >= experts)).any():
+        mend = "give this checkpoint's expert numbers"
+        raise InputError("router.indices", "imposed choice", f"experts in [0, {experts})", indices.tolist(), mend)
+    return indices.long()
 
 
 class Expert(nn.Module):
@@ -147,12 +164,16 @@ class Experts(nn.ModuleList):
 
     def forward(self, z: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
         """``Σ weight · expert(z)`` in float32: z [N, latent], indices and weights [N, k] -> [N, latent]."""
+        return (wide(self.outputs(z, indices)) * weights[..., None]).sum(1)
+
+    def outputs(self, z: Tensor, indices: Tensor) -> Tensor:
+        """Every chosen expert's output, before they are combined: z [N, latent], indices [N, k] -> [N, k, latent]."""
         outputs = torch.empty(*indices.shape, z.shape[-1], dtype=z.dtype)
         for number, expert in enumerate(self):
             token, place = torch.where(indices == number)
             if len(token):
                 outputs[token, place] = expert(z[token])
-        return (wide(outputs) * weights[..., None]).sum(1)
+        return outputs
 
 
 class LatentMoE(nn.Module):

@@ -59,4 +59,4 @@ def load_model(folder: str | Path, dtype: str = "float32") -> K3Model:
     model = K3Model(reader.shards.config, reader.shards.expert_format)
     state = {name: reader.read(name, DTYPES[dtype]) for name in model.state_dict()}
     model.load_state_dict(state, strict=True, assign=True)
-    return model.requires_grad_(False).eval()
+    return model.eval()

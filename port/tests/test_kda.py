@@ -104,7 +104,9 @@ def test_long_memory():
     """4,096 steps at 0.999 leave 0.0166 of the state; a decay in bfloat16 would leave all of it."""
     shape = (1, 4096, 1, 2)
     zero = mx.zeros(shape)
-    _, state = recurrent_kda(zero, zero, zero, mx.full(shape, math.log(0.999)), mx.zeros(shape[:3]), mx.ones((1, 1, 2, 2)))
+    _, state = recurrent_kda(
+        zero, zero, zero, mx.full(shape, math.log(0.999)), mx.zeros(shape[:3]), mx.ones((1, 1, 2, 2))
+    )
     np.testing.assert_allclose(state.flatten().tolist(), 0.999**4096, rtol=1e-4)
     assert state[0, 0, 0, 0].item() == pytest.approx(0.0166, abs=1e-4)
 
@@ -160,7 +162,10 @@ def test_padded_rows_equal_rows_alone_and_padding_moves_no_bit(form, sizes):
     module = attention()
     module.form, module.chunk_size = form, 4
     x = randn(5, 7, 64)
-    mask = mx.array([[0, 0, 0, 0, 0, 1, 1], [1, 0, 0, 0, 0, 0, 0], [0, 1, 1, 1, 0, 0, 0], [1] * 7, [1, 0, 1, 0, 1, 0, 1]]) == 1
+    mask = (
+        mx.array([[0, 0, 0, 0, 0, 1, 1], [1, 0, 0, 0, 0, 0, 0], [0, 1, 1, 1, 0, 0, 0], [1] * 7, [1, 0, 1, 0, 1, 0, 1]])
+        == 1
+    )
     results = []
     for fill in (mx.nan, 1e30):
         padded, cache = mx.where(mask[..., None], x, fill), KDACache(module.text_config, 5, mx.float32)

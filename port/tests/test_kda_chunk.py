@@ -6,8 +6,9 @@ import pytest
 
 from port import kda_chunk
 from port.kda import recurrent_kda
-from port.kda_chunk import chunked_kda, into_chunks, out_of_chunks, write_operator
+from port.kda_chunk import chunked_kda, decayed_products, into_chunks, tree_size, write_operator
 from port.tests.models import f64, randn, relative_rms
+from reference.errors import InputError
 
 HEADS, KEY, VALUE = 2, 16, 12
 
@@ -55,7 +56,10 @@ def test_every_length_from_one_token_to_three_chunks_and_one(chunk_size):
     operands = inputs(3 * chunk_size + 1)
     for tokens in range(1, 3 * chunk_size + 2):
         part = [x[:, :tokens] for x in operands[:5]]
-        (o, state), (truth_o, truth_state) = chunked_kda(*part, operands[5], chunk_size), recurrent_kda(*part, operands[5])
+        (o, state), (truth_o, truth_state) = (
+            chunked_kda(*part, operands[5], chunk_size),
+            recurrent_kda(*part, operands[5]),
+        )
         assert o.shape == truth_o.shape
         assert relative_rms(o, truth_o) < 2e-6 and relative_rms(state, truth_state) < 2e-6
 
@@ -67,7 +71,7 @@ def test_the_future_does_not_matter(cut):
     past = [x[:, :cut] for x in operands[:5]]
     altered = [mx.concatenate([x[:, :cut], 0.5 * x[:, cut:]], axis=1) for x in operands[:5]]
     assert relative_rms(whole[:, :cut], chunked_kda(*past, operands[5], 8)[0]) < 1e-6
-    assert relative_rms(whole[:, :cut], chunked_kda(*altered, operands[5], 8)[0]) < 1e-6
+    assert relative_rms(whole[:, :cut], chunked_kda(*altered, operands[5], 8)[0][:, :cut]) < 1e-6
 
 
 @pytest.mark.parametrize("decay", [-0.001, -0.05])
@@ -83,12 +87,30 @@ def test_the_inverse_under_alike_keys(decay):
     assert np.abs(operator - truth).max() < 1e-6
 
 
-def test_chunks_and_back():
+def test_products_by_definition():
+    """Sums of log-decays that reach −320 in a chunk, with pairs in it that hardly decay."""
+    readers, keys = randn(2, 3, 8, 4), randn(2, 8, 4, seed=1)
+    log_decay = mx.where(mx.arange(8)[:, None] % 3 == 2, -160.0, -0.01) * mx.ones((2, 8, 4))
+    products, from_start, to_end, whole = decayed_products(readers, keys, log_decay)
+    g = f64(log_decay)
+    total = np.array([[[g[n, j + 1 : i + 1].sum(0) for j in range(8)] for i in range(8)] for n in range(2)])
+    truth = np.tril(np.einsum("nrid,njd,nijd->nrij", f64(readers), f64(keys), np.exp(total)), -1)
+    assert relative_rms(products, truth) < 1e-6
+    prefix = np.cumsum(g, axis=1)
+    assert relative_rms(from_start, f64(readers) * np.exp(prefix)[:, None]) < 1e-6
+    assert relative_rms(to_end, f64(keys) * np.exp([[g[n, j + 1 :].sum(0) for j in range(8)] for n in range(2)])) < 1e-6
+    assert mx.all(whole == 0).item()
+
+
+def test_chunks():
     x = randn(2, 11, 3, 4)
     chunks = into_chunks(x, 4)
     assert chunks.shape == (3, 2, 3, 4, 4)
-    assert mx.array_equal(out_of_chunks(chunks, 11), x).item()
+    assert mx.array_equal(chunks[1, 0, 2], x[0, 4:8, 2]).item()
     assert mx.all(chunks[2, :, :, 3] == 0).item()
+    assert [tree_size(*sizes) for sizes in [(64, 150), (48, 150), (64, 1), (64, 5), (1, 9)]] == [64, 64, 1, 8, 1]
+    with pytest.raises(InputError, match="at least 1"):
+        chunked_kda(*inputs(3), 0)
 
 
 def test_a_long_prompt_is_worked_off_in_strides(monkeypatch):

@@ -124,7 +124,7 @@ def test_an_imposed_choice_takes_its_own_scores_and_is_checked():
     choice = mx.array([[0, 4, 5], [1, 2, 7]])
     with recording(Recorder({"router.indices": choice})):
         indices, weights = router(x)
-    scores, _ = routing_scores(x @ router.weight.T, "sigmoid"), None
+    scores = routing_scores(x @ router.weight.T, "sigmoid")
     assert indices.tolist() == choice.tolist()
     assert relative_rms(weights, routing_weights(scores, choice, True, 1.0)) < 1e-6
     for wrong in (mx.array([[0, 4, 8], [1, 2, 7]]), mx.array([[-1, 4, 5], [1, 2, 7]]), choice[:1], choice * 1.0):
@@ -138,12 +138,19 @@ def test_every_chosen_expert_by_definition(expert_format, dtype, limit):
     """w1 is the gate, w3 the up, w2 the down projection; the sum is in float32."""
     model_dtype = getattr(mx, dtype)
     experts = filled(Experts(5, 32, 64, lambda gate, up: gate + 2 * up, expert_format), dtype)
-    z, indices, weights = randn(4, 32).astype(model_dtype), mx.array([[0, 4], [1, 2], [3, 4], [0, 1]]), randn(4, 2, seed=1)
+    z, indices, weights = (
+        randn(4, 32).astype(model_dtype),
+        mx.array([[0, 4], [1, 2], [3, 4], [0, 1]]),
+        randn(4, 2, seed=1),
+    )
     w1, w2, w3 = (
         f64(unpack(part.weight_packed, part.weight_scale) if expert_format == "mxfp4" else part.weight)
         for part in (experts.w1, experts.w2, experts.w3)
     )
-    truth = [[w2[e] @ (w1[e] @ row + 2 * w3[e] @ row) for e in chosen] for row, chosen in zip(f64(z), indices.tolist(), strict=True)]
+    truth = [
+        [w2[e] @ (w1[e] @ row + 2 * w3[e] @ row) for e in chosen]
+        for row, chosen in zip(f64(z), indices.tolist(), strict=True)
+    ]
     assert relative_rms(experts.outputs(z, indices), np.array(truth)) < limit
     combined = experts(z, indices, weights)
     assert combined.dtype == mx.float32
@@ -195,7 +202,10 @@ def test_a_zero_routed_sum_gives_zero():
 @pytest.mark.parametrize(
     "text, absent",
     [
-        ({"routed_expert_hidden_size": None}, ["routed_expert_down_proj", "routed_expert_up_proj", "routed_expert_norm"]),
+        (
+            {"routed_expert_hidden_size": None},
+            ["routed_expert_down_proj", "routed_expert_up_proj", "routed_expert_norm"],
+        ),
         ({"latent_moe_use_norm": None}, ["routed_expert_norm"]),
         ({"num_shared_experts": None}, ["shared_experts"]),
         ({"num_shared_experts": 0}, ["shared_experts"]),
@@ -203,7 +213,14 @@ def test_a_zero_routed_sum_gives_zero():
 )
 def test_parts_that_are_off_are_absent(text, absent):
     module = latent_moe(**text)
-    names = {"gate", "experts", "routed_expert_down_proj", "routed_expert_up_proj", "routed_expert_norm", "shared_experts"}
+    names = {
+        "gate",
+        "experts",
+        "routed_expert_down_proj",
+        "routed_expert_up_proj",
+        "routed_expert_norm",
+        "shared_experts",
+    }
     assert set(module.parameters()) == names - set(absent)
     assert mx.all(mx.isfinite(module(randn(1, 3, 64)))).item()
 

@@ -76,7 +76,7 @@ def randn(*shape: int, seed: int = 0) -> Tensor:
 
 
 def filled(module: nn.Module, dtype: torch.dtype = torch.float64) -> Any:
-    """``module`` with values that depend on each tensor's name and shape alone, without gradients."""
+    """``module`` with values that depend on each tensor's name and shape alone."""
     for name, tensor in module.state_dict().items():
         seed = zlib.crc32(name.encode())
         if tensor.dtype == torch.uint8:
@@ -87,7 +87,7 @@ def filled(module: nn.Module, dtype: torch.dtype = torch.float64) -> Any:
         else:
             value = randn(*tensor.shape, seed=seed) / tensor.shape[-1] ** 0.5
         tensor.copy_(value)
-    module.to(dtype).requires_grad_(False).eval()
+    module.to(dtype).eval()
     for name, parameter in module.named_parameters():
         if dtype == torch.bfloat16 and name.endswith(STORED_WIDE):
             parameter.data = parameter.data.float()

@@ -96,7 +96,7 @@ def test_isolated_modules_in_float32():
 
 
 def test_isolated_modules_round_like_the_authors_code_in_bfloat16():
-    """Away from rounding boundaries the bits are equal; one wrong rounding point moves hundreds of values per module."""
+    """Away from rounding boundaries the bits are equal; a wrong rounding point moves hundreds of a module's values."""
     for name, value, expected in isolated(loaded("bfloat16"), GOLDEN_BF16):
         assert value.dtype == torch.bfloat16
         assert (value != expected).float().mean() < 0.01, name

@@ -3,6 +3,7 @@ import pytest
 import torch
 
 from reference import mxfp4
+from reference.errors import InputError
 from reference.moe import (
     Expert,
     Experts,
@@ -149,6 +150,17 @@ def test_imposed_choice_takes_its_own_scores():
     assert torch.equal(indices, imposed)
     torch.testing.assert_close(weights, scores / scores.sum(1, keepdim=True))
     assert recorder.values["router.margin"].shape == (4,) and recorder.values["router.scores"].shape == (4, 8)
+
+
+@pytest.mark.parametrize(
+    "choice", [[[0, 1, 8]] * 4, [[-1, 1, 2]] * 4, [[0, 1]] * 4, [[0, 1, 2]], [[0.0, 1.0, 2.0]] * 4]
+)
+def test_imposed_choice_must_be_one(choice):
+    with (
+        pytest.raises(InputError, match="router.indices: imposed choice"),
+        recording(Recorder({"router.indices": choice})),
+    ):
+        router()(randn(4, 64, seed=1))
 
 
 # MXFP4

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import subprocess
 import sys
 
@@ -13,16 +12,11 @@ from hypothesis import strategies as st
 from reference import tokenizer as module
 from reference.tests.vocabulary import (
     DISTANCES,
-    MINI_CONFIG,
-    model_lines,
     raises_one_line,
-    small_names,
     small_ranks,
     small_tokenizer,
-    write_names,
-    write_small,
 )
-from reference.tokenizer import SPLIT_ALTERNATIVES, SPLIT_PATTERN, Tokenizer, slices
+from reference.tokenizer import SPLIT_ALTERNATIVES, SPLIT_PATTERN, slices
 
 TOKENIZER = small_tokenizer()
 RANKS = small_ranks()
@@ -200,137 +194,8 @@ def test_segments_one_by_one_are_not_their_concatenation():
     assert TOKENIZER.encode("the") == [RANKS[b"the"]]
 
 
-# files
-
-
-def test_a_folder_reads_back(tmp_path):
-    read = Tokenizer.from_folder(write_small(tmp_path))
-    assert (read.vocab_size, read.special_names) == (TOKENIZER.vocab_size, TOKENIZER.special_names)
-    assert read.encode("I'll take 123 the") == TOKENIZER.encode("I'll take 123 the")
-
-
-@pytest.mark.parametrize("file", ["tiktoken.model", "tokenizer_config.json"])
-def test_a_missing_file_is_named(tmp_path, file):
-    (write_small(tmp_path) / file).unlink()
-    with raises_one_line(file):
-        Tokenizer.from_folder(tmp_path)
-
-
-@pytest.mark.parametrize(
-    "line", ["garbage", "YQ==", "YQ== x", "YQ== -1", "YQ== 1 2", "Y?== 5", "YQ= 5", " 5", "\x00\xff\x00 7", "YQ== ٣"]
-)
-def test_a_garbage_line_is_named_by_number(tmp_path, line):
-    lines = model_lines(RANKS)
-    lines[4] = line
-    (write_small(tmp_path) / "tiktoken.model").write_text("\n".join(lines))
-    with raises_one_line("tiktoken.model:5:", "base64 bytes, a space, a rank"):
-        Tokenizer.from_folder(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("change", "fragment"),
-    [
-        (lambda lines: [*lines, "enp6 7"], "rank 7 twice"),
-        (lambda lines: [*lines, "YQ== 271"], "b'a' again"),
-        (lambda lines: lines[:-1] + ["enp6 999"], "no rank 270"),
-        (lambda lines: [], "no byte 0"),
-        (lambda lines: lines[1:], "no rank 0"),
-        (lambda lines: ["enp6 0", *lines[1:]], "no byte 0"),
-    ],
-    ids=["duplicate rank", "duplicate token", "gap", "empty file", "no rank 0", "byte missing"],
-)
-def test_damaged_ranks_are_refused(tmp_path, change, fragment):
-    (write_small(tmp_path) / "tiktoken.model").write_text("\n".join(change(model_lines(RANKS))))
-    with raises_one_line(fragment):
-        Tokenizer.from_folder(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("decoder", "fragment"),
-    [
-        (None, "added_tokens_decoder"),
-        ([], "added_tokens_decoder"),
-        ({"x": {"content": "[X]"}}, "'x'"),
-        ({str(BASE): {}}, "an id with"),
-        ({str(BASE): {"content": ""}}, "an id with"),
-        ({"5": {"content": "[X]"}}, "'[X]' at 5"),
-        ({str(BASE + 256): {"content": "[X]"}}, f"'[X]' at {BASE + 256}"),
-        ({str(BASE): {"content": "[X]"}, str(BASE + 1): {"content": "[X]"}}, "'[X]'"),
-        ({str(BASE): {"content": f"<|reserved_token_{BASE + 3}|>"}}, "name for one id only"),
-    ],
-)
-def test_bad_special_names_are_refused(tmp_path, decoder, fragment):
-    write_names(write_small(tmp_path), decoder)
-    with raises_one_line("tokenizer_config.json", fragment):
-        Tokenizer.from_folder(tmp_path)
-
-
-def test_a_tokenizer_configuration_that_is_no_object_is_refused(tmp_path):
-    (write_small(tmp_path) / "tokenizer_config.json").write_text("[]")
-    with raises_one_line("added_tokens_decoder"):
-        Tokenizer.from_folder(tmp_path)
-
-
-def test_an_empty_special_name_is_refused():
-    with raises_one_line("nothing at"):
-        Tokenizer(RANKS, {BASE: ""})
-
-
-# agreement with config.json
-
-
-def write_config(folder, vocab_size=BASE + 256, **ids):
-    data = json.loads(json.dumps(MINI_CONFIG))
-    text = data["text_config"]
-    text["vocab_size"] = vocab_size
-    text["bos_token_id"], text["eos_token_id"] = BASE, BASE + 2
-    text["pad_token_id"] = data["pad_token_id"] = BASE + 255
-    data["media_placeholder_token_id"] = BASE + 21
-    data.update(ids)
-    (folder / "config.json").write_text(json.dumps(data))
-
-
-def test_a_configuration_that_agrees_is_accepted(tmp_path):
-    write_config(write_small(tmp_path))
-    assert Tokenizer.from_folder(tmp_path).vocab_size == BASE + 256
-
-
-def test_a_placeholder_that_means_another_token_is_refused(tmp_path):
-    write_config(write_small(tmp_path), media_placeholder_token_id=BASE + 20)
-    with raises_one_line("<|media_pad|>", f"media_placeholder_token_id {BASE + 20}", "<|media_end|>"):
-        Tokenizer.from_folder(tmp_path)
-
-
-def test_a_placeholder_that_is_an_ordinary_token_is_refused(tmp_path):
-    write_config(write_small(tmp_path), media_placeholder_token_id=5)
-    with raises_one_line("media_placeholder_token_id 5", "no special token"):
-        Tokenizer.from_folder(tmp_path)
-
-
-def test_a_vocabulary_smaller_than_the_ranks_is_refused(tmp_path):
-    (write_small(tmp_path) / "config.json").write_text(json.dumps(MINI_CONFIG))
-    lines = [*model_lines(RANKS), *(f"{n:04d} {BASE + n}" for n in range(60))]
-    (tmp_path / "tiktoken.model").write_text("\n".join(lines))
-    with raises_one_line("tiktoken.model", "331 ranks for a vocab_size of 320"):
-        Tokenizer.from_folder(tmp_path)
-
-
-def test_a_smaller_configured_vocabulary_ends_the_special_ids(tmp_path):
-    names = {BASE: "[BOS]", BASE + 2: "<|end_of_msg|>", BASE + 21: "<|media_pad|>", BASE + 30: "[PAD]"}
-    write_names(write_small(tmp_path), {str(id): {"content": name} for id, name in names.items()})
-    write_config(tmp_path, vocab_size=BASE + 31)
-    data = json.loads((tmp_path / "config.json").read_text())
-    data["pad_token_id"] = data["text_config"]["pad_token_id"] = BASE + 30
-    (tmp_path / "config.json").write_text(json.dumps(data))
-    assert Tokenizer.from_folder(tmp_path).vocab_size == BASE + 31
-
-
 def test_tokenizer_chat_and_image_processor_load_no_tensor_library():
     code = "import sys, reference.tokenizer, reference.chat, reference.image_processor"
     code += "; print({'torch', 'mlx'} & {*sys.modules})"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout == "set()\n"
-
-
-def test_small_names_are_the_released_distances():
-    assert small_names(163_584)[163_605] == "<|media_pad|>"
