@@ -29,7 +29,7 @@ CHUNKS_AT_ONCE = 32
 
 
 def tree_size(chunk_size: int, tokens: int) -> int:
-    """The chunk length in use: the power of two at or above ``chunk_size``, or above the whole input if that is less."""
+    """Tokens in a chunk: the power of two at or above ``chunk_size``, or above the whole input if that is shorter."""
     return 1 << (max(1, min(chunk_size, tokens)) - 1).bit_length()
 
 
@@ -85,7 +85,7 @@ def write_operator(key_products: Tensor, beta: Tensor) -> Tensor:
     """(I + A)⁻¹ diag(β), A = diag(β) · key_products, by forward substitution.
 
     key_products [N, C, C], of which only the strict lower triangle counts, beta [N, C] -> [N, C, C]. Powers of A
-    (repeated squaring) would give the same in exact arithmetic, but cancel to nothing where neighbouring keys are alike.
+    (repeated squaring) would give the same in exact arithmetic, but cancel where neighbouring keys are alike.
     """
     A = beta.unsqueeze(2) * key_products
     return torch.linalg.solve_triangular(A, torch.diag_embed(beta), upper=False, unitriangular=True)

@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 
 from port.merge import merge, pads_right, position_ids
 from port.projector import Projector
-from port.tests.vision_models import CONFIG, INPUTS, MINI, golden, loaded, relative_rms
+from port.tests.models import MINI, relative_rms
+from port.tests.vision_models import CONFIG, INPUTS, golden, loaded
 from port.vision import VisionTower
 from port.weights import to_mlx
 from reference.config import K3Config

@@ -8,17 +8,8 @@ from hypothesis import strategies as st
 from mlx.utils import tree_flatten, tree_unflatten
 
 from port import vision, vision_position
-from port.tests.vision_models import (
-    CONFIG,
-    INPUTS,
-    filled,
-    golden,
-    loaded,
-    randn,
-    relative_rms,
-    share_differing,
-    values,
-)
+from port.tests.models import f64, filled, randn, relative_rms
+from port.tests.vision_models import CONFIG, INPUTS, golden, loaded, share_differing
 from port.vision import (
     VISION_NORM_EPS,
     VisionNorm,
@@ -144,7 +135,7 @@ def test_epsilon_is_float32s_not_bfloat16s(mean_square, factor):
 @pytest.mark.parametrize("scale", [1.0, 1e-3, 1e-4])
 def test_norm_written_out(scale):
     x, weight = scale * randn(64, 32), randn(32, seed=1)
-    expected = values(x) / np.sqrt(np.square(values(x)).mean(-1, keepdims=True) + 1.1920929e-7) * values(weight)
+    expected = f64(x) / np.sqrt(np.square(f64(x)).mean(-1, keepdims=True) + 1.1920929e-7) * f64(weight)
     assert relative_rms(norm_rounded_once(x, weight, VISION_NORM_EPS), expected) < 3e-7
 
 
@@ -168,7 +159,7 @@ def test_gelu_is_the_tanh_form():
     assert gelu_tanh(mx.array([-2.7])).item() == pytest.approx(-0.0089, abs=5e-5)
     wide = x.astype(np.float64)
     expected = wide / 2 * (1 + np.tanh(math.sqrt(2 / math.pi) * (wide + 0.044715 * wide**3)))
-    assert np.abs(values(gelu_tanh(mx.array(x))) - expected).max() < 1e-6
+    assert np.abs(f64(gelu_tanh(mx.array(x))) - expected).max() < 1e-6
 
 
 def test_gelu_rounds_once():
@@ -181,7 +172,7 @@ def test_gelu_rounds_once():
 
 def test_patch_embedding_sums_over_channel_row_and_column():
     patches, weight = randn(5, 3, 4, 4), randn(8, 3, 4, 4, seed=1)
-    expected = np.einsum("lcij,dcij->ld", values(patches), values(weight))
+    expected = np.einsum("lcij,dcij->ld", f64(patches), f64(weight))
     assert relative_rms(patch_embedding(patches, weight), expected) < 1e-6
 
 
@@ -197,7 +188,7 @@ def test_resizing_is_bilinear_with_half_pixel_centres(rows, columns, h, w):
     """Against numpy's one-dimensional interpolation, which repeats the end points too."""
     table = randn(rows, columns, 3)
     at_column, at_row = (np.arange(w) + 0.5) * columns / w - 0.5, (np.arange(h) + 0.5) * rows / h - 0.5
-    along = np.apply_along_axis(lambda line: np.interp(at_column, np.arange(columns), line), 1, values(table))
+    along = np.apply_along_axis(lambda line: np.interp(at_column, np.arange(columns), line), 1, f64(table))
     expected = np.apply_along_axis(lambda line: np.interp(at_row, np.arange(rows), line), 0, along)
     assert relative_rms(resized_positions(table, h, w), expected) < 1e-6
 
@@ -208,8 +199,8 @@ def test_resizing_known_values(size):
     table = mx.stack(mx.meshgrid(mx.arange(8.0), mx.arange(8.0), indexing="ij"), axis=-1)
     places = {2: [1.5, 5.5], 6: [1 / 6, 1.5, 17 / 6, 25 / 6, 5.5, 41 / 6]}
     resized = resized_positions(table, *size)
-    assert values(resized[:, 0, 0]) == pytest.approx(places[size[0]], rel=1e-6)
-    assert values(resized[0, :, 1]) == pytest.approx(places[size[1]], rel=1e-6)
+    assert f64(resized[:, 0, 0]) == pytest.approx(places[size[0]], rel=1e-6)
+    assert f64(resized[0, :, 1]) == pytest.approx(places[size[1]], rel=1e-6)
 
 
 def test_bfloat16_positions_are_rounded_once():
@@ -231,7 +222,7 @@ def test_time_embedding_closed_form():
 def test_only_videos_get_a_time_embedding():
     table = randn(8, 8, 4)
     one, two = position_embedding(table, [(1, 4, 6)]), position_embedding(table, [(2, 4, 6)])
-    expected = np.concatenate([values(one) + time_embedding(2, 4)[0], values(one) + time_embedding(2, 4)[1]])
+    expected = np.concatenate([f64(one) + time_embedding(2, 4)[0], f64(one) + time_embedding(2, 4)[1]])
     assert relative_rms(two, expected) < 1e-6
 
 
@@ -256,7 +247,7 @@ def test_rope_scores_depend_on_distance_only():
     h, w, head_dim = 5, 6, 16
     q, k = (mx.broadcast_to(randn(1, 1, head_dim, seed=seed), (h * w, 1, head_dim)) for seed in (0, 1))
     turns = rope_turns([(1, h, w)], head_dim)
-    scores = values(apply_rope(q, turns)[:, 0] @ apply_rope(k, turns)[:, 0].T).reshape(h, w, h, w)
+    scores = f64(apply_rope(q, turns)[:, 0] @ apply_rope(k, turns)[:, 0].T).reshape(h, w, h, w)
     assert scores[1, 2, 3, 1] == pytest.approx(scores[2, 5, 4, 4], abs=1e-5)
     assert abs(scores[1, 2, 3, 1] - scores[1, 2, 2, 0]) > 1e-3
 
@@ -280,8 +271,8 @@ def test_attention_of_one_item_written_out():
     expected = np.zeros((6, 2, 4))
     for head in range(2):
         for row in range(6):
-            weights = np.exp(values(k)[:, head] @ values(q)[row, head] / 2)
-            expected[row, head] = weights @ values(v)[:, head] / weights.sum()
+            weights = np.exp(f64(k)[:, head] @ f64(q)[row, head] / 2)
+            expected[row, head] = weights @ f64(v)[:, head] / weights.sum()
     assert relative_rms(attention(q, k, v, [(1, 2, 3)]), expected.reshape(6, 8)) < 1e-6
 
 
@@ -308,12 +299,12 @@ def test_scoring_in_pieces_changes_nothing(monkeypatch):
 def test_merge_takes_windows_row_by_row_and_means_frames():
     merged = merge_patches(mx.arange(32.0)[:, None], [(2, 4, 4)], (2, 2))
     first = np.array([[0, 1, 4, 5], [2, 3, 6, 7], [8, 9, 12, 13], [10, 11, 14, 15]])
-    assert np.array_equal(values(merged[..., 0]), first + 8)
+    assert np.array_equal(f64(merged[..., 0]), first + 8)
 
 
 def test_merge_window_need_not_be_square():
     merged = merge_patches(mx.arange(12.0)[:, None], [(1, 2, 6)], (1, 3))
-    assert np.array_equal(values(merged[..., 0]), np.arange(12).reshape(4, 3))
+    assert np.array_equal(f64(merged[..., 0]), np.arange(12).reshape(4, 3))
 
 
 def test_mean_over_frames_is_taken_in_wide_precision():

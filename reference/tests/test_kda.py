@@ -210,6 +210,25 @@ def test_chunked_and_recurrent_are_one_function_in_every_split(variant):
         torch.testing.assert_close(other.state, cache.state, atol=1e-10, rtol=1e-9)
 
 
+def test_one_token_through_the_whole_module_by_definition():
+    """With a value so small that the epsilon of the output norm counts."""
+    module, text = attention()
+    module.v_proj.weight.data *= 1e-2
+    x = randn(2, 1, text.hidden_size, seed=1)
+
+    def convolved(part):
+        weight = getattr(module, f"{part}_conv1d").weight[:, 0, -1]
+        return F.silu(getattr(module, f"{part}_proj")(x) * weight).unflatten(-1, (4, 32))
+
+    q, k = (y / (y.square().sum(-1, keepdim=True) + 1e-6).sqrt() for y in (convolved("q"), convolved("k")))
+    beta = 1 / (1 + (-x @ module.b_proj.weight.T).exp())
+    o = beta[..., None] * (q * k).sum(-1, keepdim=True) / math.sqrt(32) * convolved("v")
+    normed = o / (o.square().mean(-1, keepdim=True) + 1e-5).sqrt() * module.o_norm.weight
+    expected = module.o_proj(normed.flatten(2) * torch.sigmoid(module.g_proj(x)))
+    torch.testing.assert_close(module(x), expected, rtol=1e-8, atol=1e-10)
+    assert o.square().mean() < 1e-4
+
+
 def test_module_ignores_the_tail_of_a_log_but_no_head():
     module, text = attention()
     x, heads = randn(1, 5, text.hidden_size, seed=1), text.linear_attn_config.num_heads

@@ -1,4 +1,4 @@
-"""The chunked form must be the recurrence in every regime, and the tests must see the known ways in which it was not."""
+"""The chunked form must be the recurrence in every regime, and the tests must see the ways in which ports' was not."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FLOAT32_LIMIT = 2e-6
 def drawn(
     tokens: int, *, batch: int = 1, heads: int = 2, dk: int = 16, dv: int = 24, seed: int = 0, dtype=torch.float32
 ) -> dict[str, Tensor]:
-    """A chunked_kda call with random inputs: bounded gate of wide spread, β over all of (0, 1), a state that is not 0."""
+    """A chunked_kda call with random inputs: bounded gate of wide spread, β over all of (0, 1), a full state."""
     make = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:

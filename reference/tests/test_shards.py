@@ -1,6 +1,8 @@
 import json
 import shutil
 import struct
+import subprocess
+import sys
 
 import ml_dtypes
 import numpy as np
@@ -267,3 +269,8 @@ def test_packed_byte_255_is_two_codes_not_nan(folder):
 
     edit_shard(folder, shard_of(name), change)
     assert (Shards(folder).read(name) == 255).all()
+
+
+def test_reading_needs_no_tensor_library():
+    code = "import sys, reference.shards; assert not {'torch', 'mlx'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=MINI.parents[2])

@@ -1,0 +1,1 @@
+"""Benchmarks: how long a form of a module takes, and how near to the truth it comes while doing so."""
