@@ -19,4 +19,6 @@ def pytest_configure(config):
 
     here = Path(__file__).parent
     if Path(parity.__file__).parent.parent != here:
-        raise SystemExit(f"parity is imported from {parity.__file__}, not from {here}; install this clone with pip install -e")
+        raise SystemExit(
+            f"parity is imported from {parity.__file__}, not from {here}; install this clone with pip install -e"
+        )

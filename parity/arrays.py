@@ -5,7 +5,11 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 
-NUMPY_DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16), "float64": np.dtype(np.float64)}
+NUMPY_DTYPES = {
+    "float32": np.dtype(np.float32),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float64": np.dtype(np.float64),
+}
 
 
 def wide_dtype(dtype: str) -> str:

@@ -35,7 +35,9 @@ class Batch:
     ``fill`` is None to feed ids, or the value to put into the embeddings of padded positions (NaN, 1e30).
     """
 
-    def __init__(self, ids: np.ndarray, mask: np.ndarray | None, pieces: Sequence[int], fill: float | None = None) -> None:
+    def __init__(
+        self, ids: np.ndarray, mask: np.ndarray | None, pieces: Sequence[int], fill: float | None = None
+    ) -> None:
         self.ids, self.fill, self.pieces = ids, fill, tuple(pieces)
         self.padded = mask is not None and not mask.all()
         self.mask = np.ones(ids.shape, bool) if mask is None else mask.astype(bool)
@@ -112,7 +114,9 @@ def chained_findings(
     routers = [name for name in router_taps(truth) if name in found]
     if not all(_same_experts(batch, truth[name], side[name]) for name in routers for side in (found, noise)):
         routing = {name: _valid_everywhere(batch, truth[name]) for name in routers}
-        pieces = [dict(zip(routing, parts, strict=True)) for parts in zip(*map(batch.split, routing.values()), strict=True)]
+        pieces = [
+            dict(zip(routing, parts, strict=True)) for parts in zip(*map(batch.split, routing.values()), strict=True)
+        ]
         noise = rows_alone(sides, "noise", batch, routing)
         choices = dict(_choices(batch, truth, noise, found, routers))
         found = batch.join(sides.port.run(steps, pieces))

@@ -54,7 +54,9 @@ def guarded(place: Place, what: Quantity, tap: str, compute: Callable[[], Taps])
         return None, place.finding(what, tap, "error", note=crash_note(error), inputs_agree=True)
 
 
-def isolated_findings(place: Place, sides: Sides, text: TextConfig, call: ModuleCall, want: tuple[str, ...] = ()) -> Iterator[Finding]:
+def isolated_findings(
+    place: Place, sides: Sides, text: TextConfig, call: ModuleCall, want: tuple[str, ...] = ()
+) -> Iterator[Finding]:
     """Run ``call`` on the three sides and judge every tap of ``want`` (the taps that truth gives, if empty).
 
     A failing tap whose own inputs agree is the source; one that is computed from a wrong tap is marked as such.

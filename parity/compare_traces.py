@@ -146,7 +146,9 @@ def yardstick_for(golden_file: Path, dtype: str, found: Taps, checkpoint: Path |
     if not sibling.is_file():
         mend = "give --checkpoint, or keep the float32 trace beside the bfloat16 one"
         raise InputError(golden_file, "truth", "a checkpoint or trace-float32.safetensors beside it", "neither", mend)
-    return Yardstick(load_trace(sibling)[0], load_trace(golden_file)[0], {}, None, False, f"the truth is {sibling.name}")
+    return Yardstick(
+        load_trace(sibling)[0], load_trace(golden_file)[0], {}, None, False, f"the truth is {sibling.name}"
+    )
 
 
 def measured_yardstick(checkpoint: Path, inputs_file: Path, dtype: str, found: Taps) -> Yardstick:
@@ -170,5 +172,7 @@ def _legal(routing: Taps, text: TextConfig) -> Taps:
     return {
         name: array.astype(np.int64)
         for name, array in routing.items()
-        if array.ndim == 2 and array.shape[1] == text.num_experts_per_token and 0 <= array.min() <= array.max() < text.num_experts
+        if array.ndim == 2
+        and array.shape[1] == text.num_experts_per_token
+        and 0 <= array.min() <= array.max() < text.num_experts
     }

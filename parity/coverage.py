@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import gzip
-import json
 import re
 import zlib
 from collections.abc import Iterator
@@ -16,6 +15,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from pydantic_core import from_json
 
 from reference.checkpoint import (
     ExpertFormat,
@@ -28,7 +29,7 @@ from reference.checkpoint import (
 )
 from reference.config import K3Config
 from reference.errors import InputError
-from reference.shards import read_header
+from reference.headers import read_header
 
 PRESETS = Path(__file__).parents[1] / "fixtures" / "presets"
 SHARD_NAME = re.compile(r"^model-(\d{5,})-of-(\d{5,})\.safetensors$")
@@ -36,7 +37,7 @@ SHARD_NAME = re.compile(r"^model-(\d{5,})-of-(\d{5,})\.safetensors$")
 
 @dataclass
 class Coverage:
-    """``problems`` are (kind, tensor or file, what) triples; kinds: missing, extra, shape, dtype, shard, total, digest."""
+    """``problems`` are (kind, tensor or file, what); kinds: missing, extra, shape, dtype, shard, total."""
 
     expected: int
     found: int
@@ -71,14 +72,16 @@ def load_index(path: Path) -> dict[str, Any]:
     try:
         raw = path.read_bytes()
         with uncollected():
-            document = json.loads(gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw)
+            document = from_json(gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw, cache_strings="none")
     except FileNotFoundError:
         raise InputError(path, "file", "an index", "nothing there", "check the path") from None
     except (OSError, EOFError, ValueError, zlib.error, RecursionError) as error:
         raise InputError(path, "content", "a JSON index, plain or gzipped", error, "fetch the file again") from None
     weight_map = document.get("weight_map") if isinstance(document, dict) else None
     if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
-        raise InputError(path, "weight_map", "tensor name -> shard file", type(weight_map).__name__, "give a safetensors index")
+        raise InputError(
+            path, "weight_map", "tensor name -> shard file", type(weight_map).__name__, "give a safetensors index"
+        )
     total = document.get("metadata", {}).get("total_size") if isinstance(document.get("metadata", {}), dict) else None
     if not isinstance(total, int):
         raise InputError(path, "metadata.total_size", "an integer", repr(total), "give a safetensors index")
@@ -103,7 +106,9 @@ def index_coverage(config: K3Config, index: dict[str, Any], source: object) -> C
         extra = sorted(weight_map.keys() - known)
         result.problems += [("extra", name, "no such tensor in this configuration") for name in extra]
     if index["total_size"] != total:
-        result.problems.append(("total", "metadata.total_size", f"{total:,} bytes expected, {index['total_size']:,} stated"))
+        result.problems.append(
+            ("total", "metadata.total_size", f"{total:,} bytes expected, {index['total_size']:,} stated")
+        )
     result.problems += _shard_name_problems(weight_map)
     return result
 
@@ -125,7 +130,11 @@ def _shard_name_problems(weight_map: dict[str, str]) -> Iterator[tuple[str, str,
     if len(numbers) == len(shards) and shards and sorted(numbers) != [(i + 1, len(shards)) for i in range(len(shards))]:
         of = {count for _, count in numbers}
         gaps = sorted(set(range(1, max(of) + 1)) - {number for number, _ in numbers})
-        yield "shard", shards[0], f"shards are not 1..n of n: {len(shards)} files say 'of {sorted(of)}', {gaps[:5]} hold no tensor"
+        yield (
+            "shard",
+            shards[0],
+            f"shards are not 1..n of n: {len(shards)} files say 'of {sorted(of)}', {gaps[:5]} hold no tensor",
+        )
 
 
 def folder_coverage(config: K3Config, folder: Path) -> Coverage:

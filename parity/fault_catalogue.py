@@ -210,6 +210,6 @@ FAULTS: tuple[Fault, ...] = (
         "layer_kinds",
         "the layer lists count from 0",
         "the model does not load, or loads layers of the wrong kind",
-        {"text.DecoderLayer.__init__": layers_from_zero, "weights.layer_sections": sections_from_zero},
+        {"text.DecoderLayer.__init__": layers_from_zero, "weight_table.layer_sections": sections_from_zero},
     ),
 )

@@ -79,7 +79,11 @@ def _set(owner: Any, name: str, value: Any) -> list[tuple[Any, str, Any]]:
 def _modules(package: str) -> list[Any]:
     """All modules of a package, imported: a function is patched in each that holds it."""
     folder = Path(importlib.import_module(package).__file__).parent
-    return [importlib.import_module(f"{package}.{path.stem}") for path in sorted(folder.glob("*.py")) if path.stem != "__init__"]
+    return [
+        importlib.import_module(f"{package}.{path.stem}")
+        for path in sorted(folder.glob("*.py"))
+        if path.stem != "__init__"
+    ]
 
 
 def library(package: str) -> Any:

@@ -25,7 +25,10 @@ def function_findings(port: Port, case: FunctionCase, regime: str, dtype: str, s
     place = Place("modules", case.function, dtype, regime, seed)
     drawn = case.drawn(regime, dtype, seed)
     taps, problem = guarded(
-        place, _quantity(case), case.results[0], lambda: dict(zip(case.results, _call(port, case, drawn, dtype), strict=True))
+        place,
+        _quantity(case),
+        case.results[0],
+        lambda: dict(zip(case.results, _call(port, case, drawn, dtype), strict=True)),
     )
     if taps is None:
         yield problem

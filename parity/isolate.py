@@ -16,7 +16,9 @@ from parity.quantities import TEXT_MODEL
 from reference.config import TextConfig
 
 
-def isolated_calls(text: TextConfig, taps: Mapping[str, np.ndarray], dtype: str, embedding: np.ndarray) -> Iterator[ModuleCall]:
+def isolated_calls(
+    text: TextConfig, taps: Mapping[str, np.ndarray], dtype: str, embedding: np.ndarray
+) -> Iterator[ModuleCall]:
     """The calls of one full pass in forward order, ``taps`` being that pass's trace (names without the run).
 
     ``embedding`` [B, T, hidden] is the first prefix sum. Inputs are rounded to ``dtype``: all sides get the same ones.

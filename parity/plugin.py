@@ -16,7 +16,9 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.ge
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("k3-parity")
     default = os.environ.get("K3_PARITY_PORT", "mlx")
-    group.addoption("--port", default=default, help="port under test: mlx, reference, traces:DIR or package.module:ATTRIBUTE")
+    group.addoption(
+        "--port", default=default, help="port under test: mlx, reference, traces:DIR or package.module:ATTRIBUTE"
+    )
     seed = int(os.environ.get("K3_PARITY_SEED", "0"))
     group.addoption("--parity-seed", default=seed, type=int, help="seed of weights and inputs")
 

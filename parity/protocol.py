@@ -23,7 +23,7 @@ RUNS = ("prefill", "decode", "padded")
 
 @dataclass(frozen=True)
 class Step:
-    """New tokens for the model: ids [B, T] int64, or embeddings [B, T, hidden]; ``mask`` [B, T] is True at real ones."""
+    """New tokens for the model: ids [B, T] int64, or embeddings [B, T, hidden]; ``mask`` [B, T] is True if real."""
 
     input_ids: np.ndarray | None = None
     inputs_embeds: np.ndarray | None = None
@@ -60,7 +60,7 @@ class ModuleCall:
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What a port can be asked. ``taps`` None means every tap of the reference; ``forms`` names equal ways to compute."""
+    """What a port can be asked. ``taps`` None means every tap of the reference; ``forms`` are equal ways to compute."""
 
     dtypes: tuple[str, ...]
     runs: tuple[str, ...] = RUNS

@@ -103,7 +103,7 @@ def computed_order(text: TextConfig, tap: str) -> tuple[int, int, int]:
 
 
 def inputs_agree(text: TextConfig, tap: str, wrong: Iterable[str]) -> bool:
-    """Whether nothing that ``tap`` is computed from, in the same part of the same layer, is among the ``wrong`` taps."""
+    """Whether nothing that ``tap`` is computed from, in the same part of its layer, is among the ``wrong`` taps."""
     layer, name = layer_of(tap)
     if layer is None:
         return True

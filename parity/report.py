@@ -25,7 +25,9 @@ def print_report(console: Console, report: Report) -> None:
     summary = ", ".join(f"{counts[status]} {word}" for status, word in WORDS.items() if counts[status])
     ties = sum(finding.ties for finding in report.findings)
     note = f"; {ties} router ties, compared with the reference's choice imposed" if ties else ""
-    verdict = Text(f"{report.port}: {VERDICTS[report.exit_code]}", style="bold green" if report.exit_code == 0 else "bold red")
+    verdict = Text(
+        f"{report.port}: {VERDICTS[report.exit_code]}", style="bold green" if report.exit_code == 0 else "bold red"
+    )
     console.print(verdict, f"({summary}{note}; {report.seconds:.1f} s)", highlight=False)
 
 
@@ -41,11 +43,21 @@ def module_table(report: Report) -> Table:
         compared = [f for f in findings if f.status in ("pass", "fail", "error")]
         failed = sum(f.status in ("fail", "error") for f in findings)
         worst = max(compared, key=closeness, default=None)
-        cells = [module, findings[0].section, dtype, str(len(compared)), Text(str(failed), style="red" if failed else "")]
+        cells = [
+            module,
+            findings[0].section,
+            dtype,
+            str(len(compared)),
+            Text(str(failed), style="red" if failed else ""),
+        ]
         if worst is None or worst.error is None:
             cells += ["", "", "unsupported" if worst is None else ""]
         else:
-            cells += [f"{worst.error:.1e}", f"{worst.allowed or 0:.1e}", f"{worst.case} {short(worst.tap)} {worst.regime}"]
+            cells += [
+                f"{worst.error:.1e}",
+                f"{worst.allowed or 0:.1e}",
+                f"{worst.case} {short(worst.tap)} {worst.regime}",
+            ]
         table.add_row(*cells)
     return table
 

@@ -20,7 +20,7 @@ CORE_CASES = (
     "mini", "full-bank", "plain-residual", "more-heads", "conv-5", "unbounded", "low-rank-gate", "wide-values",
     "no-linear-beta", "dense-heavy", "groups", "softmax-router", "dense-experts", "kimi-linear",
 )  # fmt: skip
-"""What ``check`` runs unless told otherwise: together they take every setting both ways. ``--case all`` runs the rest."""
+"""What ``check`` runs unless told otherwise: together they take every setting both ways; ``--case all`` runs all."""
 EVERY_CASE = "all"
 
 

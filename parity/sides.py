@@ -48,7 +48,6 @@ class Sides:
             raise self._port
         return self._port
 
-
     def row_alone(self, side: str, ids: np.ndarray) -> Taps:
         """The taps of one unpadded pass over ids [1, T] on the reference's side "truth" or "noise", computed once."""
         key = (side, ids.tobytes())

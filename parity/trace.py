@@ -29,7 +29,9 @@ def save_trace(path: Path, taps: Mapping[str, np.ndarray], metadata: Mapping[str
         partial.replace(path)
     except OSError as error:
         partial.unlink(missing_ok=True)
-        raise InputError(path, "output file", "a place that can be written", error.strerror, "choose another path") from None
+        raise InputError(
+            path, "output file", "a place that can be written", error.strerror, "choose another path"
+        ) from None
 
 
 def load_arrays(path: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
@@ -48,7 +50,9 @@ def load_trace(path: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
     taps, metadata = load_arrays(path)
     for name in taps:
         if name.partition("/")[0] not in RUN_NAMES or "/" not in name:
-            raise InputError(path, name, f"a tap name <run>/<tap> with a run of {', '.join(RUN_NAMES)}", name, "give a trace file")
+            raise InputError(
+                path, name, f"a tap name <run>/<tap> with a run of {', '.join(RUN_NAMES)}", name, "give a trace file"
+            )
     return taps, metadata
 
 

@@ -61,7 +61,11 @@ def run_batch(session: Session, batch: Batch, imposed: Mapping[str, np.ndarray] 
 
 
 def trace_port(
-    port: Port, checkpoint: Path, inputs: Mapping[str, np.ndarray], dtype: str, imposed: Mapping[str, np.ndarray] | None = None
+    port: Port,
+    checkpoint: Path,
+    inputs: Mapping[str, np.ndarray],
+    dtype: str,
+    imposed: Mapping[str, np.ndarray] | None = None,
 ) -> tuple[Taps, dict[str, str]]:
     """(taps, metadata) of a port over all the runs it can do; ``imposed`` holds ``<run>/<tap>`` router choices."""
     able = port.capabilities()

@@ -132,9 +132,18 @@ def text_top_rows(text: TextConfig) -> Iterator[Row]:
 
 
 def vision_rows(vision: VisionConfig) -> Iterator[Row]:
-    dim, qkv, inner, patch = vision.vt_hidden_size, vision.qkv_hidden_size, vision.vt_intermediate_size, vision.patch_size
+    dim, qkv, inner, patch = (
+        vision.vt_hidden_size,
+        vision.qkv_hidden_size,
+        vision.vt_intermediate_size,
+        vision.patch_size,
+    )
     yield "vision_tower.patch_embed.proj.weight", (dim, 3, patch, patch), "BF16"
-    yield "vision_tower.patch_embed.pos_emb.weight", (vision.init_pos_emb_height, vision.init_pos_emb_width, dim), "BF16"
+    yield (
+        "vision_tower.patch_embed.pos_emb.weight",
+        (vision.init_pos_emb_height, vision.init_pos_emb_width, dim),
+        "BF16",
+    )
     for block in range(vision.vt_num_hidden_layers):
         prefix = f"vision_tower.encoder.blocks.{block}."
         yield prefix + "norm0.weight", (dim,), "BF16"
@@ -150,7 +159,9 @@ def vision_rows(vision: VisionConfig) -> Iterator[Row]:
     yield "mm_projector.post_norm.weight", (vision.text_hidden_size,), "BF16"
 
 
-def tensor_specs(config: K3Config, expert_format: ExpertFormat = "mxfp4", source: object = "config") -> Iterator[TensorSpec]:
+def tensor_specs(
+    config: K3Config, expert_format: ExpertFormat = "mxfp4", source: object = "config"
+) -> Iterator[TensorSpec]:
     """Every tensor of the checkpoint, in a fixed order.
 
     ``expert_format`` is "mxfp4" as released, or "dense" for bf16 experts. Raises InputError where MXFP4 cannot hold

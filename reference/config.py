@@ -23,6 +23,11 @@ TokenId = Annotated[int, Field(ge=0)]
 MXFP4_GROUP = 32
 
 
+def contradiction(field: str, expected: str, found: object) -> ValueError:
+    """Two fields that cannot both hold; the parts are taken out again where the error becomes an InputError."""
+    return ValueError(f"{field}|{expected}|{found}")
+
+
 class _Section(BaseModel):
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
 
@@ -134,7 +139,7 @@ class TextConfig(_Section):
     @model_validator(mode="after")
     def _coherent(self) -> TextConfig:
         for field, expected, found in _text_contradictions(self):
-            raise ValueError(f"{field}|{expected}|{found}")
+            raise contradiction(field, expected, found)
         return self
 
 
@@ -148,9 +153,17 @@ def _text_contradictions(text: TextConfig):
         field = "kda_layers" if set(outside) & set(kda) else "full_attn_layers"
         yield f"linear_attn_config.{field}", f"1-based layer numbers 1..{text.num_hidden_layers}", outside
     if len(set(listed)) != len(listed):
-        yield "linear_attn_config.full_attn_layers", "each layer listed once", [i for i in set(listed) if listed.count(i) > 1]
+        yield (
+            "linear_attn_config.full_attn_layers",
+            "each layer listed once",
+            [i for i in set(listed) if listed.count(i) > 1],
+        )
     if set(listed) != layers:
-        yield "linear_attn_config.kda_layers", "every layer in one of the two lists", f"missing {sorted(layers - set(listed))}"
+        yield (
+            "linear_attn_config.kda_layers",
+            "every layer in one of the two lists",
+            f"missing {sorted(layers - set(listed))}",
+        )
     if text.num_key_value_heads != text.num_attention_heads:
         yield "num_key_value_heads", f"num_attention_heads ({text.num_attention_heads})", text.num_key_value_heads
     if text.hidden_act == "situ" and text.activation_situ_beta is None:
@@ -163,9 +176,17 @@ def _text_contradictions(text: TextConfig):
     if chosen > groups:
         yield "topk_group", f"at most num_expert_group ({groups})", chosen
     if chosen < groups and text.num_experts // groups < 2:
-        yield "num_expert_group", "at least two experts per group, a group's score being the sum of its two best", groups
+        yield (
+            "num_expert_group",
+            "at least two experts per group, a group's score being the sum of its two best",
+            groups,
+        )
     if text.num_experts_per_token > text.num_experts // groups * chosen:
-        yield "num_experts_per_token", f"at most the {text.num_experts // groups * chosen} experts of {chosen} groups", text.num_experts_per_token
+        yield (
+            "num_experts_per_token",
+            f"at most the {text.num_experts // groups * chosen} experts of {chosen} groups",
+            text.num_experts_per_token,
+        )
     for field in ("bos_token_id", "eos_token_id", "pad_token_id"):
         if getattr(text, field) >= text.vocab_size:
             yield field, f"an id below vocab_size ({text.vocab_size})", getattr(text, field)
@@ -211,13 +232,13 @@ class VisionConfig(_Section):
     @model_validator(mode="after")
     def _coherent(self) -> VisionConfig:
         if self.qkv_hidden_size % (4 * self.vt_num_attention_heads):
-            raise ValueError(
-                f"qkv_hidden_size|a multiple of 4·vt_num_attention_heads, since 2-D rope turns pairs on two axes|{self.qkv_hidden_size}"
-            )
+            expected = "a multiple of 4·vt_num_attention_heads, since 2-D rope turns pairs on two axes"
+            raise contradiction("qkv_hidden_size", expected, self.qkv_hidden_size)
         if self.vt_hidden_size % 2:
-            raise ValueError(f"vt_hidden_size|an even number, since the time embedding is [sin | cos]|{self.vt_hidden_size}")
+            expected = "an even number, since the time embedding is [sin | cos]"
+            raise contradiction("vt_hidden_size", expected, self.vt_hidden_size)
         if self.mm_hidden_size != self.vt_hidden_size:
-            raise ValueError(f"mm_hidden_size|vt_hidden_size ({self.vt_hidden_size})|{self.mm_hidden_size}")
+            raise contradiction("mm_hidden_size", f"vt_hidden_size ({self.vt_hidden_size})", self.mm_hidden_size)
         return self
 
 
@@ -233,19 +254,21 @@ class K3Config(_Section):
     def _coherent(self) -> K3Config:
         hidden = self.text_config.hidden_size
         if self.vision_config.text_hidden_size != hidden:
-            raise ValueError(
-                f"vision_config.text_hidden_size|text_config.hidden_size ({hidden})|{self.vision_config.text_hidden_size}"
-            )
+            found = self.vision_config.text_hidden_size
+            raise contradiction("vision_config.text_hidden_size", f"text_config.hidden_size ({hidden})", found)
+        vocab = self.text_config.vocab_size
         for field in ("media_placeholder_token_id", "pad_token_id"):
-            if getattr(self, field) >= self.text_config.vocab_size:
-                raise ValueError(f"{field}|an id below vocab_size ({self.text_config.vocab_size})|{getattr(self, field)}")
+            if getattr(self, field) >= vocab:
+                raise contradiction(field, f"an id below vocab_size ({vocab})", getattr(self, field))
         return self
 
     @classmethod
     def from_dict(cls, data: Any, source: object = "config") -> K3Config:
         """Validate ``data``; raises InputError naming ``source`` and the first field that is wrong."""
         if not isinstance(data, dict):
-            raise InputError(source, "top level", "a JSON object", type(data).__name__, "give the checkpoint's config.json")
+            raise InputError(
+                source, "top level", "a JSON object", type(data).__name__, "give the checkpoint's config.json"
+            )
         try:
             return cls.model_validate(data)
         except ValidationError as error:
@@ -281,7 +304,9 @@ def _as_input_error(error: ValidationError, data: dict, source: object) -> Input
         return InputError(source, ".".join(path), "the field", "nothing", _absence_mend(path[-1], parent))
     if first["type"] == "value_error":
         field, expected, found = str(first["ctx"]["error"]).split("|", 2)
-        return InputError(source, ".".join([*path, field]), expected, found, "correct the field or the one it contradicts")
+        return InputError(
+            source, ".".join([*path, field]), expected, found, "correct the field or the one it contradicts"
+        )
     expected = first["msg"].removeprefix("Input should be ")
     return InputError(source, ".".join(path), expected, repr(first["input"]), "give the released field's value")
 

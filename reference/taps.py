@@ -48,6 +48,11 @@ def tap_name(module: Any, what: str) -> str:
     return f"{path}.{what}" if path else what
 
 
+def listening() -> bool:
+    """Whether a recorder is active; a value that is made for a tap alone need not be made otherwise."""
+    return _active is not None
+
+
 def tap(module: Any, what: str, value: Value) -> Value:
     """Show ``value`` under the name ``what`` and hand it back unchanged."""
     if _active is not None:

@@ -14,11 +14,23 @@ def draw_short_conv(regime: str, rng: np.random.Generator) -> Drawn:
     if regime == "impulse":
         x, state = np.zeros_like(x), np.zeros_like(state)
         x[:, 3] = 1.0
-    return Drawn({"x": x, "weight": rng.uniform(0.2, 1.0, (24, 1, kernel)) * rng.choice([-1, 1], (24, 1, kernel)), "state": state})
+    return Drawn(
+        {
+            "x": x,
+            "weight": rng.uniform(0.2, 1.0, (24, 1, kernel)) * rng.choice([-1, 1], (24, 1, kernel)),
+            "state": state,
+        }
+    )
 
 
 CASES = (
     FunctionCase(
-        "short_conv.short_conv", "short_conv", "§3", ("output",), tuple(KERNELS), draw_short_conv, wide=frozenset({"weight"})
+        "short_conv.short_conv",
+        "short_conv",
+        "§3",
+        ("output",),
+        tuple(KERNELS),
+        draw_short_conv,
+        wide=frozenset({"weight"}),
     ),
 )

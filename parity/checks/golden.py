@@ -45,7 +45,9 @@ def run(plan: Plan) -> Iterator[Finding]:
             place,
             TOP_TAPS["logits"],
             "logits",
-            lambda traced=traced, inputs=inputs, dtype=dtype: traced.append(trace_port(plan.port, folder, inputs, dtype)) or {},
+            lambda traced=traced, inputs=inputs, dtype=dtype: (
+                traced.append(trace_port(plan.port, folder, inputs, dtype)) or {}
+            ),
         )
         if problem:
             yield problem
@@ -110,5 +112,3 @@ def _value(place, what, name, found, truth, noise, golden) -> Finding:
     result = measure(found[name], target)
     status = "pass" if result["error"] <= allowed else "fail"
     return place.finding(what, name, status, allowed=allowed, noise=own, **result)
-
-

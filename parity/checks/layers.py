@@ -8,12 +8,12 @@ from dataclasses import replace
 import numpy as np
 
 from parity.arrays import cast
+from parity.chained import EMBEDDING
 from parity.checks.plan import Case, Plan
 from parity.compare import Place, isolated_findings
 from parity.findings import Finding
 from parity.isolate import isolated_calls
 from parity.protocol import ModuleCall, Step
-from parity.chained import EMBEDDING
 
 
 def tiny(x: np.ndarray) -> np.ndarray:

@@ -19,7 +19,11 @@ LENGTHS = (TOKENS, 1, 2, 7)
 def mask(side: str, lengths: tuple[int, ...] = LENGTHS, tokens: int = TOKENS) -> np.ndarray:
     """[B, T] with each row's real tokens at one end; ``both`` puts padding on either side."""
     position = np.arange(tokens)
-    start = {"left": [tokens - n for n in lengths], "right": [0] * len(lengths), "both": [(tokens - n) // 2 for n in lengths]}
+    start = {
+        "left": [tokens - n for n in lengths],
+        "right": [0] * len(lengths),
+        "both": [(tokens - n) // 2 for n in lengths],
+    }
     return np.stack([(position >= s) & (position < s + n) for s, n in zip(start[side], lengths, strict=True)])
 
 

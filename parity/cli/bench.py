@@ -18,14 +18,16 @@ def benchmarks() -> None:
 
 @app.command("kda")
 def kda(
-    lengths: Annotated[list[int] | None, typer.Option("--tokens", help="Sequence lengths; 1024 and 4096 unless given.")] = None,
+    lengths: Annotated[
+        list[int] | None, typer.Option("--tokens", help="Sequence lengths; 1024 and 4096 unless given.")
+    ] = None,
     heads: Annotated[int, typer.Option("--heads", min=1)] = 8,
     head_dim: Annotated[int, typer.Option("--head-dim", min=1)] = 128,
     threads: Annotated[int, typer.Option("--threads", min=1)] = 2,
     repeats: Annotated[int, typer.Option("--repeats", min=1)] = 3,
     as_json: Json = False,
 ) -> None:
-    """Chunked KDA against the recurrence, fla-core's functions where installed, and the bound of its matrix products."""
+    """Chunked KDA against the recurrence, fla-core's functions where installed, and its matrix products alone."""
     from parity.bench.kda import report, run
 
     report(run(tuple(lengths or (1024, 4096)), heads, head_dim, threads, repeats), as_json)

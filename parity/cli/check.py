@@ -24,7 +24,9 @@ def check(
     ] = None,
     golden: Annotated[
         Path | None,
-        typer.Option("--golden", help="Compare with this folder of the authors' own results; alone unless --check is given."),
+        typer.Option(
+            "--golden", help="Compare with this folder of the authors' own results; alone unless --check is given."
+        ),
     ] = None,
     regime: Annotated[str | None, typer.Option("--regime", help="Keep only this input regime.")] = None,
     seed: Seed = 0,
@@ -70,4 +72,6 @@ def known_golden(folder: Path) -> None:
     """Raise InputError unless ``folder`` holds a golden case."""
     for name in ("config.json", "inputs.safetensors", "trace-float32.safetensors"):
         if not (folder / name).is_file():
-            raise InputError(folder, name, "a file of a golden case", "nothing there", "give a folder like fixtures/golden/mini")
+            raise InputError(
+                folder, name, "a file of a golden case", "nothing there", "give a folder like fixtures/golden/mini"
+            )

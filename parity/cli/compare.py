@@ -16,7 +16,8 @@ def compare(
     found: Annotated[Path, typer.Argument(help="The trace under test.")],
     golden: Annotated[Path, typer.Argument(help="The trace that is right.")],
     checkpoint: Annotated[
-        Path | None, typer.Option("--checkpoint", help="Where to measure rounding; the golden trace's folder unless given.")
+        Path | None,
+        typer.Option("--checkpoint", help="Where to measure rounding; the golden trace's folder unless given."),
     ] = None,
     dtype: Annotated[str | None, typer.Option("--dtype", help="Told from the traces unless given.")] = None,
     part: Annotated[str, typer.Option("--part", help="text, vision, multimodal or all.")] = "all",
@@ -38,7 +39,10 @@ def compare(
     findings = tuple(trace_findings(golden.parent.name, dtype, taps, metadata, right, yardstick))
     header = {"found": str(found), "golden": str(golden), "dtype": dtype, "measured by": yardstick.origin}
     report = Report(
-        port=metadata.get("port", found.name), header=header, findings=findings, seconds=round(time.monotonic() - started, 2)
+        port=metadata.get("port", found.name),
+        header=header,
+        findings=findings,
+        seconds=round(time.monotonic() - started, 2),
     )
     finish(report, as_json)
 

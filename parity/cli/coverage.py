@@ -21,9 +21,12 @@ SHOWN = 20
 
 def coverage(
     config: Annotated[
-        str | None, typer.Option("--config", help="config.json, its folder, or the preset k3. The checkpoint's own unless given.")
+        str | None,
+        typer.Option("--config", help="config.json, its folder, or the preset k3. The checkpoint's own unless given."),
     ] = None,
-    index: Annotated[Path | None, typer.Option("--index", help="model.safetensors.index.json, plain or gzipped.")] = None,
+    index: Annotated[
+        Path | None, typer.Option("--index", help="model.safetensors.index.json, plain or gzipped.")
+    ] = None,
     checkpoint: Annotated[Path | None, typer.Option("--checkpoint", help="A folder: index and shard headers.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -75,7 +78,9 @@ def show(console: Console, result: Coverage) -> None:
         print_line(f"{kind}: {name}: {what}", "red")
     if len(result.problems) > SHOWN:
         kinds = Counter(kind for kind, _, _ in result.problems)
-        print_line(f"… {len(result.problems)} problems: " + ", ".join(f"{n} {kind}" for kind, n in kinds.items()), "red")
+        print_line(
+            f"… {len(result.problems)} problems: " + ", ".join(f"{n} {kind}" for kind, n in kinds.items()), "red"
+        )
     print_line(f"{result.matched:,} of {result.expected:,} tensors, {result.expected_bytes:,} bytes")
     print_line(f"sha256 of the sorted names: {result.digest}")
     if result.problems:

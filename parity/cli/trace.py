@@ -15,7 +15,9 @@ def trace(
     inputs: Annotated[Path, typer.Option("--inputs", help="An inputs.safetensors file.")],
     out: Annotated[Path, typer.Option("--out", help="The trace file to write.")],
     port: PortName = "mlx",
-    dtype: Annotated[str, typer.Option("--dtype", help="float32, bfloat16; the reference also has float64.")] = "float32",
+    dtype: Annotated[
+        str, typer.Option("--dtype", help="float32, bfloat16; the reference also has float64.")
+    ] = "float32",
     impose_routing: Annotated[
         Path | None, typer.Option("--impose-routing", help="A trace whose choice of experts the port must use.")
     ] = None,

@@ -39,7 +39,11 @@ class Mlx(Library):
     def versions(self) -> dict[str, str]:
         import mlx.core as mx
 
-        return {"mlx": mx.__version__, "device": str(mx.default_device()), "MLX_ENABLE_TF32": os.environ["MLX_ENABLE_TF32"]}
+        return {
+            "mlx": mx.__version__,
+            "device": str(mx.default_device()),
+            "MLX_ENABLE_TF32": os.environ["MLX_ENABLE_TF32"],
+        }
 
 
 PORT = TwinPort("mlx", "port", Mlx())

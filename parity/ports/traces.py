@@ -23,7 +23,13 @@ class TracesPort:
         self.files = {dtype: self.folder / f"trace-{dtype}.safetensors" for dtype in ("float32", "bfloat16")}
         if not any(path.is_file() for path in self.files.values()):
             found = "no such folder" if not self.folder.is_dir() else "neither file"
-            raise InputError(self.folder, "traces", "trace-float32.safetensors or trace-bfloat16.safetensors", found, "write them with k3-parity trace")
+            raise InputError(
+                self.folder,
+                "traces",
+                "trace-float32.safetensors or trace-bfloat16.safetensors",
+                found,
+                "write them with k3-parity trace",
+            )
 
     def capabilities(self) -> Capabilities:
         dtypes = tuple(dtype for dtype, path in self.files.items() if path.is_file())

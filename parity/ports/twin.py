@@ -153,7 +153,9 @@ class TwinPort:
         model = self.module("weights").load_model(checkpoint, dtype)
         return TwinSession(self, model, K3Config.from_file(checkpoint), dtype)
 
-    def call(self, function: str, arrays: Mapping[str, np.ndarray | None], settings: Mapping[str, Any]) -> tuple[np.ndarray, ...]:
+    def call(
+        self, function: str, arrays: Mapping[str, np.ndarray | None], settings: Mapping[str, Any]
+    ) -> tuple[np.ndarray, ...]:
         module, _, name = function.partition(".")
         if function not in FUNCTIONS:
             raise Unsupported(function)
@@ -162,4 +164,3 @@ class TwinPort:
             result = getattr(self.module(module), name)(**given, **settings)
             results = result if isinstance(result, tuple) else (result,)
             return tuple(self.library.to_numpy(array) for array in results)
-

@@ -96,7 +96,11 @@ def test_trace_and_compare_agree_and_a_spoilt_trace_does_not(tmp_path: Path):
     done = k3_parity("compare", trace, golden, "--json")
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout)
-    statuses = [finding["status"] for finding in document["findings"] if finding["tap"].startswith(("prefill", "decode", "padded"))]
+    statuses = [
+        finding["status"]
+        for finding in document["findings"]
+        if finding["tap"].startswith(("prefill", "decode", "padded"))
+    ]
     assert set(statuses) == {"pass"} and len(statuses) > 40
 
     from parity.trace import load_trace, save_trace
@@ -114,7 +118,9 @@ def test_trace_and_compare_agree_and_a_spoilt_trace_does_not(tmp_path: Path):
 def test_a_trace_cannot_be_half_written(tmp_path: Path):
     (tmp_path / "file").write_text("")
     inputs = GOLDEN_IN_REPO / "inputs.safetensors"
-    done = k3_parity("trace", "--checkpoint", GOLDEN_IN_REPO, "--inputs", inputs, "--out", tmp_path / "file" / "t.safetensors")
+    done = k3_parity(
+        "trace", "--checkpoint", GOLDEN_IN_REPO, "--inputs", inputs, "--out", tmp_path / "file" / "t.safetensors"
+    )
     assert_one_line(done, "t.safetensors")
 
 

@@ -44,7 +44,10 @@ def test_a_removed_a_renamed_and_an_added_name(k3_names):
     shard = weight_map.pop(gone)
     assert problems(config, {"weight_map": weight_map, "total_size": TOTAL}) == [("missing", gone)]
     weight_map[gone + "s"] = shard
-    assert problems(config, {"weight_map": weight_map, "total_size": TOTAL}) == [("missing", gone), ("extra", gone + "s")]
+    assert problems(config, {"weight_map": weight_map, "total_size": TOTAL}) == [
+        ("missing", gone),
+        ("extra", gone + "s"),
+    ]
     weight_map[gone] = shard
     assert problems(config, {"weight_map": weight_map, "total_size": TOTAL}) == [("extra", gone + "s")]
 
@@ -69,7 +72,8 @@ def test_index_plain_and_gzipped(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"{", b"[]", b'{"weight_map": 1}', b'{"weight_map": {"a": 1}}', b'{"weight_map": {}}', b"\x1f\x8bgarbage"]
+    "content",
+    [b"", b"{", b"[]", b'{"weight_map": 1}', b'{"weight_map": {"a": 1}}', b'{"weight_map": {}}', b"\x1f\x8bgarbage"],
 )
 def test_a_bad_index_is_one_line(tmp_path: Path, content: bytes):
     path = tmp_path / "index.json"

@@ -14,7 +14,13 @@ def test_output_of_attention_belongs_to_the_kind_of_the_layer():
 
 
 def test_taps_sort_by_when_they_are_computed():
-    taps = ["logits", L2 + "mlp.input", L0 + "output", L0 + "self_attn.core", "language_model.model.embed_tokens.output"]
+    taps = [
+        "logits",
+        L2 + "mlp.input",
+        L0 + "output",
+        L0 + "self_attn.core",
+        "language_model.model.embed_tokens.output",
+    ]
     assert sorted(taps, key=lambda tap: computed_order(TEXT, tap)) == [taps[i] for i in (4, 3, 2, 1, 0)]
 
 

@@ -10,7 +10,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from reference.errors import InputError
-from reference.shards import INDEX, Shards
+from reference.headers import INDEX
+from reference.shards import Shards
 from reference.tests.models import MINI
 
 SHARDS = sorted(path.name for path in MINI.glob("model-*.safetensors"))
@@ -153,11 +154,21 @@ def test_index_must_not_point_outside(folder, path):
     refused(folder, INDEX, "inside the checkpoint folder")
 
 
-def test_symbolic_link_must_not_lead_outside(folder, tmp_path_factory):
+def test_a_shard_may_be_a_symbolic_link(folder, tmp_path_factory):
+    """As in a hub's cache, whose snapshots are links to blobs elsewhere."""
     elsewhere = tmp_path_factory.mktemp("elsewhere") / "shard"
     shutil.move(folder / SHARDS[0], elsewhere)
     (folder / SHARDS[0]).symlink_to(elsewhere)
-    refused(folder, INDEX, SHARDS[0], "inside the checkpoint folder")
+    shards = Shards(folder)
+    assert all(shards.read(name) is not None for name in shards.names if shards.file_of(name).name == SHARDS[0])
+
+
+def test_another_known_dtype_is_named_with_its_tensor(folder):
+    def halves(header):
+        header[NORM]["dtype"] = "F16"
+
+    edit_header(folder, shard_of(NORM), halves)
+    refused(folder, shard_of(NORM), NORM, "BF16", "F16")
 
 
 @pytest.mark.parametrize(
