@@ -6,7 +6,7 @@ decode, and chunked prefill are all judged by the same yardstick.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -170,6 +170,48 @@ def _choices(batch: Batch, truth: Taps, noise: Taps, found: Taps, routers: list[
         for token in choice.tied:
             row, column = divmod(int(real[token]), batch.mask.shape[1])
             excused[row, column:] = True
+
+
+def chain_findings(
+    place: Place,
+    text: TextConfig,
+    truth: Taps,
+    run_port: Callable[[], Taps],
+    run_noise: Callable[[], Taps],
+    real: np.ndarray | None = None,
+) -> Iterator[Finding]:
+    """Judge every tap of ``truth`` in a pass without caches; ``real`` [B, T] says which positions mean anything.
+
+    Integers must be equal. Logits and embeddings of positions that are not real are not looked at.
+    """
+    names = sorted(truth, key=lambda tap: computed_order(text, tap))
+    found, problem = guarded(place, quantity(text, names[0]), names[0], run_port)
+    if found is None:
+        yield problem
+        return
+    noise, upstream_failed = run_noise(), False
+    for name in names:
+        what = quantity(text, name)
+        if name not in found:
+            finding = place.finding(what, name, "fail", note="the port does not show this tap")
+        elif found[name].shape != truth[name].shape:
+            finding = place.finding(what, name, "fail", **measure(found[name], truth[name]))
+        else:
+            finding = _chain_value(place, what, name, found, truth, noise, real)
+        yield finding.model_copy(update={"inputs_agree": not upstream_failed})
+        upstream_failed = upstream_failed or finding.status == "fail"
+
+
+def _chain_value(place, what, name, found, truth, noise, real) -> Finding:
+    port, true, near = found[name], truth[name], noise[name]
+    exact = np.issubdtype(true.dtype, np.integer)
+    if real is not None and not exact:
+        port, true, near = port[real], true[real], near[real]
+    noise_error = relative_rms(near, true)
+    allowed = 0.0 if exact else CHAINED.allowed(place.dtype, noise_error, stored_dtype(near))
+    result = measure(port, true)
+    status = "pass" if result["error"] <= allowed else "fail"
+    return place.finding(what, name, status, allowed=allowed, noise=noise_error, **result)
 
 
 def _same_experts(batch: Batch, left: np.ndarray, right: np.ndarray) -> bool:

@@ -23,7 +23,7 @@ from parity.metrics import relative_rms
 from parity.protocol import Taps
 from parity.quantities import LAYER, Quantity, computed_order, quantity
 from parity.routing import INDICES, SCORES, Choice, compare_choice, own_choice
-from parity.tolerance import CHAINED, GOLDEN_CHAINED_FLOAT32
+from parity.tolerance import CHAINED, GOLDEN_CHAINED_FLOAT32, GOLDEN_VISION_FLOAT32
 from parity.trace import load_trace, unsupported_runs
 from reference.config import K3Config, TextConfig
 from reference.errors import InputError
@@ -78,6 +78,8 @@ def _tap_finding(place, what, tap, dtype, found, golden, yardstick) -> Finding:
         return place.finding(what, tap, "fail", **measure(found[tap], golden[tap]))
     if tap.endswith(INDICES):
         return choice_finding(place, what, tap, _choice(tap, found, golden, yardstick))
+    if np.issubdtype(golden[tap].dtype, np.integer):
+        return _judged(place, what, tap, found[tap], golden[tap], 0.0, None)
     port, gold = (yardstick.real(tap, side[tap]) for side in (found, golden))
     if dtype == "float32":
         return _float32(place, what, tap, port, gold, yardstick)
@@ -89,12 +91,15 @@ def _tap_finding(place, what, tap, dtype, found, golden, yardstick) -> Finding:
 
 
 def _float32(place, what, tap, port, gold, yardstick) -> Finding:
-    finding = _judged(place, what, tap, port, gold, GOLDEN_CHAINED_FLOAT32, None)
+    limit = GOLDEN_CHAINED_FLOAT32
+    if what.module.startswith(("vision", "projector", "merge")):
+        limit = GOLDEN_VISION_FLOAT32
+    finding = _judged(place, what, tap, port, gold, limit, None)
     if finding.status == "pass" or not yardstick.measured or tap not in yardstick.truth:
         return finding
     true, near = (yardstick.real(tap, side[tap]) for side in (yardstick.truth, yardstick.noise))
     noise = relative_rms(near, true)
-    allowed = max(GOLDEN_CHAINED_FLOAT32, CHAINED.factor["bfloat16"] * noise)
+    allowed = max(limit, CHAINED.factor["bfloat16"] * noise)
     note = f"by float64: the golden trace itself is {relative_rms(gold, true):.2g} from it here"
     return _judged(place, what, tap, port, true, allowed, noise).model_copy(update={"note": note})
 
@@ -164,6 +169,8 @@ def measured_yardstick(checkpoint: Path, inputs_file: Path, dtype: str, found: T
         scores = truth[name.removesuffix(INDICES) + SCORES]
         truth[name] = own_choice(scores, text.num_experts_per_token)
     masks = {"padded": inputs["padded.attention_mask"].astype(bool)} if "padded.attention_mask" in inputs else {}
+    if "mm/attention_mask" in truth:
+        masks["mm"] = truth["mm/attention_mask"].astype(bool)
     return Yardstick(truth, noise, masks, text, True, "the reference in float64, measured on the checkpoint")
 
 

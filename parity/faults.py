@@ -7,7 +7,7 @@ into the right function or what comes out of it, and so says what was misread an
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -53,6 +53,8 @@ class Fault:
 
 def _patched(package: str, target: str, patch: Callable[[Callable, str], Callable]) -> list[tuple[Any, str, Any]]:
     module, *path = target.split(".")
+    if importlib.util.find_spec(f"{package}.{module}") is None:
+        return []
     owner: Any = importlib.import_module(f"{package}.{module}")
     for part in path[:-1]:
         owner = getattr(owner, part)

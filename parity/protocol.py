@@ -16,9 +16,13 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 Taps = dict[str, np.ndarray]
-Kind = Literal["embed", "attention_input", "self_attn", "mlp_input", "mlp", "output", "lm_head"]
-KINDS: tuple[Kind, ...] = ("embed", "attention_input", "self_attn", "mlp_input", "mlp", "output", "lm_head")
-RUNS = ("prefill", "decode", "padded")
+TextKind = Literal["embed", "attention_input", "self_attn", "mlp_input", "mlp", "output", "lm_head"]
+VisionKind = Literal["patch_embed", "vision_block", "vision_merge", "projector"]
+Kind = TextKind | VisionKind
+TEXT_KINDS: tuple[Kind, ...] = ("embed", "attention_input", "self_attn", "mlp_input", "mlp", "output", "lm_head")
+VISION_KINDS: tuple[Kind, ...] = ("patch_embed", "vision_block", "vision_merge", "projector")
+KINDS: tuple[Kind, ...] = TEXT_KINDS + VISION_KINDS
+RUNS = ("prefill", "decode", "padded", "vision", "mm")
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,10 @@ class ModuleCall:
     mlp               input [B, T, hidden]                                mlp.output, for MoE also router.*, moe.*
     output            prefix_sum, blocks                                  norm.output
     lm_head           hidden [B, T, hidden]                               logits
+    patch_embed       pixel_values [L, 3, p, p], grid_thws [N, 3]         patch_embed.output
+    vision_block      input [L, dim], grid_thws; ``layer`` is the block   encoder.blocks.{layer}.*
+    vision_merge      input [L, dim], grid_thws                           tower.output (final norm, then merge)
+    projector         input [tokens, kh·kw, dim]                          projector.output
 
     ``blocks`` holds the blocks before the module runs; ``imposed`` [B·T, k] replaces the router's choice.
     """
@@ -79,6 +87,20 @@ class Session(Protocol):
 
     def module(self, call: ModuleCall) -> Taps:
         """Run one module; its taps by full name."""
+
+    def vision(self, pixel_values: np.ndarray, grid_thws: np.ndarray) -> Taps:
+        """Tower and projector on patches [L, 3, p, p] of items [N, 3]: patch_embed.output, encoder.blocks.{j}.output,
+        tower.output, projector.output."""
+
+    def multimodal(
+        self,
+        input_ids: np.ndarray,
+        attention_mask: np.ndarray,
+        pixel_values: np.ndarray,
+        grid_thws: np.ndarray,
+        imposed: Mapping[str, np.ndarray] | None = None,
+    ) -> Taps:
+        """One pass over text and pictures: merged_embeds, attention_mask, position_ids, logits, and the text taps."""
 
     def use_form(self, module: str, form: str) -> None:
         """Compute ``module`` ("kda", "mla") by the named form from now on."""

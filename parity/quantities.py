@@ -65,6 +65,25 @@ TOP_TAPS = {
     "logits": Quantity("lm_head", "§6", 0),
 }
 
+VISION_TAPS = {
+    "patch_embed.output": Quantity("vision.patch_embed", "§9"),
+    "encoder.blocks.attention": Quantity("vision.attention", "§9", 0),
+    "encoder.blocks.output": Quantity("vision.block", "§9", 1, ("encoder.blocks.attention",)),
+    "tower.output": Quantity("vision.merge", "§9"),
+    "projector.output": Quantity("projector", "§9"),
+    "merged_embeds": Quantity("merge", "§10"),
+    "attention_mask": Quantity("merge", "§10"),
+    "position_ids": Quantity("merge", "§10"),
+}
+BLOCK = re.compile(r"^encoder\.blocks\.(\d+)\.(.+)$")
+
+
+def vision_tap(tap: str) -> tuple[int, str] | None:
+    """(block or 0, key of VISION_TAPS), or None for a tap of the text tower."""
+    match = BLOCK.match(tap)
+    block, key = (int(match[1]), f"encoder.blocks.{match[2]}") if match else (0, tap)
+    return (block, key) if key in VISION_TAPS else None
+
 
 def layer_of(tap: str) -> tuple[int | None, str]:
     """(layer, the tap's name within it), or (None, tap) for a tap outside the layers; ``tap`` without its run."""
@@ -80,12 +99,16 @@ def layer_quantities(text: TextConfig, layer: int) -> dict[str, Quantity]:
 
 def quantity(text: TextConfig, tap: str) -> Quantity:
     """What ``tap`` (without its run) is in a model of this configuration; KeyError for an unknown tap."""
+    if vision := vision_tap(tap):
+        return VISION_TAPS[vision[1]]
     layer, name = layer_of(tap)
     return TOP_TAPS[tap] if layer is None else layer_quantities(text, layer)[name]
 
 
 def computed_order(text: TextConfig, tap: str) -> tuple[int, int, int]:
-    """Sorts taps by when a forward pass computes them."""
+    """Sorts taps by when a forward pass computes them, pictures first."""
+    if vision := vision_tap(tap):
+        return -2, list(VISION_TAPS).index("encoder.blocks.output" if "blocks" in vision[1] else vision[1]), vision[0]
     layer, name = layer_of(tap)
     if layer is None:
         place = list(TOP_TAPS).index(tap)
@@ -106,7 +129,8 @@ def inputs_agree(text: TextConfig, tap: str, wrong: Iterable[str]) -> bool:
     """Whether nothing that ``tap`` is computed from, in the same part of its layer, is among the ``wrong`` taps."""
     layer, name = layer_of(tap)
     if layer is None:
-        return True
+        block = tap.rpartition(".")[0]
+        return not (tap.endswith(".output") and f"{block}.attention" in wrong)
     quantities, needed, pending = layer_quantities(text, layer), set(), [name]
     while pending:
         needs = quantities[pending.pop()].needs

@@ -11,7 +11,7 @@ import numpy as np
 
 from parity.protocol import Port, Session, Step, Taps
 
-Reference = Callable[[], Port]
+
 
 
 def reference_port() -> Port:
@@ -47,6 +47,11 @@ class Sides:
         if isinstance(self._port, Exception):
             raise self._port
         return self._port
+
+    @property
+    def two(self) -> tuple[Callable[[], Session], Callable[[], Session]]:
+        """The port and the reference in the same dtype, opened when called: what is measured against the truth."""
+        return (lambda: self.port), (lambda: self.noise)
 
     def row_alone(self, side: str, ids: np.ndarray) -> Taps:
         """The taps of one unpadded pass over ids [1, T] on the reference's side "truth" or "noise", computed once."""

@@ -54,6 +54,12 @@ ISOLATED: dict[str, Tolerance] = {
     "router": _row("one product in float32 over the hidden size, a sigmoid, a division by the sum of k"),
     "latent_moe": _row("two products around the norm of a sum of k experts, plus the shared MLP"),
     "experts": _row("k experts summed in float32 in another order"),
+    "vision.patch_embed": _row("one product over a patch, plus four positions weighed in float64 and rounded once"),
+    "vision.attention": _row("a softmax over all patches of an item", float32=6.0),
+    "vision.block": _row("attention and an MLP around two norms"),
+    "vision.merge": _row("one norm and a mean over frames"),
+    "projector": _row("two products around erf, then a norm"),
+    "merge": _row("rows are moved, not computed: exact", floor=0.0),
     "lm_head": _row("one product over the hidden size"),
 }
 """By module: the port is given the reference's own input."""
@@ -63,7 +69,6 @@ CHAINED = _row(
     "of the MLX port stays below 3 times the reference's own; 8 leaves room for unlucky draws on short batches",
     float32=8.0,
     bfloat16=2.0,
-    floor=4.0,
 )
 """For every tap of a whole forward pass."""
 
@@ -72,6 +77,9 @@ GOLDEN_ISOLATED_FLOAT32 = 1e-5
 
 GOLDEN_CHAINED_FLOAT32 = 2e-4
 """Against the authors' own float32 pass; right ports come to 1e-6 … 9e-5, and rounding grows along the layers."""
+
+GOLDEN_VISION_FLOAT32 = 5e-6
+"""Tower, projector and merged embeddings against the authors' own float32; right ports come to 2e-7 … 4e-7."""
 
 TIE_FLOOR = 8 * EPSILON["float32"]
 """Biased router scores are of size one; two that are closer than a few float32 roundings are tied for any port."""

@@ -80,6 +80,8 @@ def trace_port(
         for name, array in run_batch(session, batch, own).items():
             if run != "decode" or name.endswith(DECODE_TAPS) or ".router." in name:
                 taps[prefix + name] = array
+    for run, result in picture_runs(session, inputs, able.runs, imposed or {}):
+        taps |= {f"{run}/{name}": array for name, array in result.items() if keeps(run, name)}
     metadata = {
         "port": port.name,
         "dtype": dtype,
@@ -87,6 +89,23 @@ def trace_port(
         "versions": json.dumps(port.versions(), sort_keys=True),
     }
     return taps, metadata
+
+
+def picture_runs(
+    session: Session, inputs: Mapping[str, np.ndarray], runs: tuple[str, ...], imposed: Mapping
+) -> Iterator:
+    """(run, taps) of the runs vision and mm, as far as the inputs have them and the port is able to."""
+    if "vision" in runs and "vision.pixel_values" in inputs:
+        yield "vision", session.vision(inputs["vision.pixel_values"], inputs["vision.grid_thws"])
+    if "mm" in runs and "mm.input_ids" in inputs:
+        given = [inputs[f"mm.{what}"] for what in ("input_ids", "attention_mask", "pixel_values", "grid_thws")]
+        own = {name.removeprefix("mm/"): array for name, array in imposed.items() if name.startswith("mm/")}
+        yield "mm", session.multimodal(*given, own)
+
+
+def keeps(run: str, name: str) -> bool:
+    """Of the multimodal run the merge, the logits and the routers' choices are kept; the rest is compared elsewhere."""
+    return run == "vision" or name in ("merged_embeds", "attention_mask", "position_ids", LOGITS) or ".router." in name
 
 
 def routing_of(taps: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -12,7 +12,7 @@ from port.norm import RMSNorm
 from port.padding import back_in_place, real_first, to_front, zero_padding
 from port.short_conv import ShortConv, next_conv_state
 from reference.config import TextConfig
-from reference.taps import tap
+from reference.taps import listening, tap
 
 L2_EPS = 1e-6
 EVALUATE_EVERY = 64
@@ -130,9 +130,10 @@ class KimiDeltaAttention(nn.Module):
         beta = write_strength(self.b_proj(x))
         o = self.recurrence(q, k, v, decay, beta, cache, lengths)
         gated = gated_output_norm(o, self.o_norm.weight, self.heads(self.gate_logit(x)), self.o_norm.eps)
-        for what, value in {"q": q, "k": k, "v": v, "log_decay": decay, "beta": beta, "core": o}.items():
-            tap(self, what, back_in_place(value, order))
-        tap(self, "state", cache.state)
+        if listening():
+            for what, value in {"q": q, "k": k, "v": v, "log_decay": decay, "beta": beta, "core": o}.items():
+                tap(self, what, back_in_place(value, order))
+            tap(self, "state", cache.state)
         return back_in_place(self.o_proj(gated.flatten(2)), order)
 
     def heads(self, x: mx.array) -> mx.array:

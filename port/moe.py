@@ -16,7 +16,7 @@ from port.norm import RMSNorm
 from reference.checkpoint import ExpertFormat
 from reference.config import TextConfig
 from reference.errors import InputError
-from reference.taps import imposed, tap
+from reference.taps import imposed, listening, tap
 
 RENORM_EPS = 1e-20
 
@@ -27,16 +27,21 @@ def routing_scores(logits: mx.array, activation: Literal["sigmoid", "softmax"]) 
     return mx.sigmoid(logits) if activation == "sigmoid" else mx.softmax(logits, axis=-1)
 
 
+def group_scores(biased_scores: mx.array, groups: int) -> mx.array:
+    """A group's score is the sum of its two best biased scores: [N, E] -> [N, groups]."""
+    grouped = biased_scores.reshape(len(biased_scores), groups, -1)
+    return mx.sum(mx.sort(grouped, axis=-1)[..., -2:], axis=-1)
+
+
 def limit_to_groups(biased_scores: mx.array, groups: int, chosen_groups: int) -> mx.array:
     """−inf wherever an expert's group is not among the ``chosen_groups`` best; [N, E] -> [N, E].
 
-    A group's score is the sum of its two best. Not 0: biased scores can be negative.
+    Not 0 there: biased scores can be negative, and 0 would win against them.
     """
     if chosen_groups >= groups:
         return biased_scores
     grouped = biased_scores.reshape(len(biased_scores), groups, -1)
-    group_scores = mx.sum(mx.sort(grouped, axis=-1)[..., -2:], axis=-1)
-    rank = mx.argsort(mx.argsort(-group_scores, axis=-1), axis=-1)
+    rank = mx.argsort(mx.argsort(-group_scores(biased_scores, groups), axis=-1), axis=-1)
     return mx.where((rank < chosen_groups)[..., None], grouped, -mx.inf).reshape(biased_scores.shape)
 
 
@@ -53,6 +58,13 @@ def selection_margin(biased_scores: mx.array, top_k: int) -> mx.array:
     ranked = mx.sort(biased_scores, axis=-1)
     last, left_out = ranked[:, -top_k], ranked[:, -top_k - 1]
     return mx.where(left_out == -mx.inf, mx.inf, last - left_out)
+
+
+def group_margin(biased_scores: mx.array, groups: int, chosen_groups: int) -> mx.array:
+    """How far the last chosen group is ahead of the first one left out: [N, E] -> [N], +inf where none is left."""
+    if chosen_groups >= groups:
+        return mx.full(biased_scores.shape[:1], mx.inf)
+    return selection_margin(group_scores(biased_scores, groups), chosen_groups)
 
 
 def routing_weights(scores: mx.array, indices: mx.array, renormalize: bool, scaling_factor: float) -> mx.array:
@@ -85,12 +97,14 @@ class Router(nn.Module):
         text, top_k = self.text_config, self.text_config.num_experts_per_token
         scores = routing_scores(wide(x) @ wide(self.weight).T, text.moe_router_activation_func)
         biased_scores = scores + self.e_score_correction_bias
-        biased_scores = limit_to_groups(biased_scores, text.expert_groups, text.chosen_groups)
-        tap(owner, "router.scores", biased_scores)
-        tap(owner, "router.margin", selection_margin(biased_scores, top_k))
+        selectable = limit_to_groups(biased_scores, text.expert_groups, text.chosen_groups)
+        tap(owner, "router.scores", selectable)
+        if listening():
+            between_groups = group_margin(biased_scores, text.expert_groups, text.chosen_groups)
+            tap(owner, "router.margin", mx.minimum(selection_margin(selectable, top_k), between_groups))
         choice = imposed(owner, "router.indices")
         if choice is None:
-            indices = select_experts(biased_scores, top_k)
+            indices = select_experts(selectable, top_k)
         else:
             indices = _checked_choice(choice, len(x), top_k, text.num_experts)
         weights = routing_weights(scores, indices, text.moe_renormalize, text.routed_scaling_factor)

@@ -23,9 +23,9 @@ from torch.nn import functional as F
 from reference.errors import InputError
 from reference.linear import wide
 
-# So many chunks (of all heads together) are prepared at once: few enough that what a level of the tree works on stays
-# in the processor's cache and that memory does not grow with the prompt, many enough for batched products.
-CHUNKS_AT_ONCE = 32
+# So many tokens, over all heads, are prepared at once: few enough that what a level of the tree works on stays in the
+# processor's cache and that memory does not grow with the prompt, many enough for batched products.
+TOKENS_AT_ONCE = 2048
 
 
 def tree_size(chunk_size: int, tokens: int) -> int:
@@ -75,7 +75,8 @@ def decayed_products(readers: Tensor, keys: Tensor, log_decay: Tensor) -> tuple[
         first_decay, second_decay = decay.reshape(-1, 2, 1, width).unbind(1)
         second_readers *= first_decay
         first_keys *= second_decay
-        log_decay = log_decay.reshape(-1, 2, width).sum(1)
+        first_log_decay, second_log_decay = log_decay.reshape(-1, 2, width).unbind(1)
+        log_decay = first_log_decay + second_log_decay
         decay = log_decay.exp()
         length *= 2
     return products, decay.view(number, width)
@@ -116,7 +117,7 @@ def some_chunks(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor
 
 
 def chunked_kda(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor, chunk_size: int = 64
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor, chunk_size: int = 32
 ) -> tuple[Tensor, Tensor]:
     """The same function as ``recurrent_kda``, chunk by chunk (K3.md §4), in float32, or float64 for a float64 v.
 
@@ -128,7 +129,7 @@ def chunked_kda(
         raise InputError("chunked_kda", "chunk_size", "at least 1", chunk_size, "pass the number of tokens of a chunk")
     batch, tokens, heads, _ = k.shape
     size = tree_size(chunk_size, tokens)
-    stride = size * max(1, CHUNKS_AT_ONCE // (batch * heads))
+    stride = size * max(1, TOKENS_AT_ONCE // (size * batch * heads))
     q, k, v, log_decay, beta, state = (wide(x) for x in (q, k, v, log_decay, beta, state))
     S = state.flatten(0, 1).clone()
     o = v.new_empty(batch, tokens + -tokens % size, heads, v.shape[-1])

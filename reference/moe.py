@@ -18,7 +18,7 @@ from reference.linear import Linear, unset, wide
 from reference.mlp import GatedMLP
 from reference.mxfp4 import CODE_VALUES, GROUP, NAN_SCALE, SCALE_BIAS, unpack_codes
 from reference.norm import RMSNorm
-from reference.taps import imposed, tap
+from reference.taps import imposed, listening, tap
 
 RENORM_EPS = 1e-20
 BYTE_VALUES = torch.from_numpy(CODE_VALUES[unpack_codes(np.arange(256, dtype=np.uint8)[:, None])])
@@ -35,17 +35,21 @@ def routing_scores(logits: Tensor, activation: Literal["sigmoid", "softmax"]) ->
     return torch.sigmoid(logits) if activation == "sigmoid" else torch.softmax(logits, dim=-1)
 
 
+def group_scores(biased_scores: Tensor, groups: int) -> Tensor:
+    """A group's score is the sum of its two best biased scores: [N, E] -> [N, groups]."""
+    return biased_scores.unflatten(-1, (groups, -1)).topk(2, dim=-1).values.sum(-1)
+
+
 def limit_to_groups(biased_scores: Tensor, groups: int, chosen_groups: int) -> Tensor:
-    """−inf outside each token's best groups, a group's score being the sum of its two best biased scores.
+    """−inf outside each token's best groups.
 
     [N, E] -> [N, E]. Not 0 outside: biased scores can be negative, and 0 would win against them.
     """
     if chosen_groups >= groups:
         return biased_scores
-    grouped = biased_scores.unflatten(-1, (groups, -1))
-    group_scores = grouped.topk(2, dim=-1).values.sum(-1)
-    chosen = group_scores.topk(chosen_groups, dim=-1).indices
-    allowed = torch.zeros_like(group_scores, dtype=torch.bool).scatter(-1, chosen, True)
+    grouped, scores = biased_scores.unflatten(-1, (groups, -1)), group_scores(biased_scores, groups)
+    chosen = scores.topk(chosen_groups, dim=-1).indices
+    allowed = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, chosen, True)
     return torch.where(allowed[..., None], grouped, -torch.inf).flatten(-2)
 
 
@@ -60,6 +64,13 @@ def selection_margin(biased_scores: Tensor, top_k: int) -> Tensor:
         return torch.full(biased_scores.shape[:1], torch.inf, dtype=biased_scores.dtype)
     best = biased_scores.topk(top_k + 1, dim=-1).values
     return best[:, -2] - best[:, -1]
+
+
+def group_margin(biased_scores: Tensor, groups: int, chosen_groups: int) -> Tensor:
+    """How far the last chosen group is ahead of the first one left out: [N, E] -> [N], +inf where none is left."""
+    if chosen_groups >= groups:
+        return torch.full(biased_scores.shape[:1], torch.inf, dtype=biased_scores.dtype)
+    return selection_margin(group_scores(biased_scores, groups), chosen_groups)
 
 
 def routing_weights(scores: Tensor, indices: Tensor, renormalize: bool, scaling_factor: float) -> Tensor:
@@ -117,12 +128,14 @@ class Router(nn.Module):
         owner, text, top_k = owner or self, self.text_config, self.text_config.num_experts_per_token
         scores = routing_scores(F.linear(wide(x), wide(self.weight)), text.moe_router_activation_func)
         biased_scores = scores + self.e_score_correction_bias
-        biased_scores = limit_to_groups(biased_scores, text.expert_groups, text.chosen_groups)
-        tap(owner, "router.scores", biased_scores)
-        tap(owner, "router.margin", selection_margin(biased_scores, top_k))
+        selectable = limit_to_groups(biased_scores, text.expert_groups, text.chosen_groups)
+        tap(owner, "router.scores", selectable)
+        if listening():
+            between_groups = group_margin(biased_scores, text.expert_groups, text.chosen_groups)
+            tap(owner, "router.margin", torch.minimum(selection_margin(selectable, top_k), between_groups))
         choice = imposed(owner, "router.indices")
         if choice is None:
-            indices = select_experts(biased_scores, top_k)
+            indices = select_experts(selectable, top_k)
         else:
             indices = _checked_choice(choice, len(x), top_k, text.num_experts)
         weights = routing_weights(scores, indices, text.moe_renormalize, text.routed_scaling_factor)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 SCHEMA = "k3-parity/bench-kda/1"
-CHUNK_SIZE = 64
+CHUNK_SIZE, PEER_CHUNK_SIZE = 32, 64  # each form's own default
 RECURRENCE, CHUNKED, BOUND = "recurrence", "chunked", "matrix products alone"
 FLA_RECURRENCE, FLA_CHUNKED = "fla-core recurrent", "fla-core chunked"
 NOT_INSTALLED = "not installed"
@@ -31,8 +31,9 @@ Form = Callable[[], "tuple[Tensor, Tensor] | None"]
 
 
 def draw(length: int, heads: int, head_dim: int) -> dict[str, Tensor]:
-    """Float32 inputs of a KDA call as a layer makes them: unit keys, the bounded gate, each head at its own rate.
+    """Float32 inputs of a KDA call as a layer makes them: unit keys, the bounded gate with log-decays all over (-5, 0).
 
+    Each head has its own rate, each channel its own bias; a chunk's running sums come to about -80, as in real layers.
     q, k, v, log_decay [1, T, H, D], beta [1, T, H], state [1, H, D, D].
     """
     import torch
@@ -49,7 +50,7 @@ def draw(length: int, heads: int, head_dim: int) -> dict[str, Tensor]:
         "q": scaled_query(normal(1, length, heads, head_dim)),
         "k": l2_normalize(normal(1, length, heads, head_dim)),
         "v": normal(1, length, heads, head_dim),
-        "log_decay": log_decay(normal(1, length, heads, head_dim), rates, normal(heads * head_dim) - 1, -5.0),
+        "log_decay": log_decay(normal(1, length, heads, head_dim), rates, normal(heads * head_dim), -5.0),
         "beta": write_strength(normal(1, length, heads)),
         "state": normal(1, heads, head_dim, head_dim),
     }
@@ -86,10 +87,10 @@ def peer_forms(inputs: dict[str, Tensor]) -> dict[str, Form | str]:
             return {FLA_RECURRENCE: NOT_INSTALLED, FLA_CHUNKED: NOT_INSTALLED}
     names = {"q": "q", "k": "k", "v": "v", "log_decay": "g", "beta": "beta", "state": "initial_state"}
     call = {names[name]: x for name, x in inputs.items()} | {"scale": 1.0, "output_final_state": True}
-    whole = inputs["q"].shape[1] % CHUNK_SIZE == 0
+    whole = inputs["q"].shape[1] % PEER_CHUNK_SIZE == 0
     return {
         FLA_RECURRENCE: lambda: naive_recurrent_kda(**call),
-        FLA_CHUNKED: (lambda: naive_chunk_kda(**call, chunk_size=CHUNK_SIZE)) if whole else "whole chunks only",
+        FLA_CHUNKED: (lambda: naive_chunk_kda(**call, chunk_size=PEER_CHUNK_SIZE)) if whole else "whole chunks only",
     }
 
 

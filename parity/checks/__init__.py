@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from parity.checks import coverage, decode, end_to_end, golden, layers, modules, padding, twins
+from parity.checks import coverage, decode, end_to_end, golden, layers, modules, multimodal, padding, twins, vision
 from parity.checks.plan import Plan
 from parity.findings import Finding
 
@@ -17,6 +17,14 @@ CHECKS: dict[str, Callable[[Plan], Iterator[Finding]]] = {
     "end_to_end": end_to_end.run,
     "decode": decode.run,
     "padding": padding.run,
+    "vision": vision.run,
+    "multimodal": multimodal.run,
 }
+PARTS: dict[str, tuple[str, ...]] = {
+    "text": ("coverage", "twins", "golden", "modules", "layers", "end_to_end", "decode", "padding"),
+    "vision": ("coverage", "golden", "vision"),
+    "multimodal": ("golden", "multimodal"),
+}
+"""What belongs to which part of the model."""
 
 __all__ = ["CHECKS", "Plan"]

@@ -14,6 +14,7 @@ from parity.compare import Place, isolated_findings
 from parity.findings import Finding
 from parity.isolate import isolated_calls
 from parity.protocol import ModuleCall, Step
+from parity.sides import Sides
 
 
 def tiny(x: np.ndarray) -> np.ndarray:
@@ -53,3 +54,16 @@ def case_findings(plan: Plan, case: Case, dtype: str) -> Iterator[Finding]:
             for regime, change in REGIMES.items():
                 hurt = replace(call, inputs={"input": cast(change(call.inputs["input"].astype(np.float64)), dtype)})
                 yield from isolated_findings(place._replace(regime=regime), sides, case.text, hurt)
+        if call.kind == "self_attn":
+            yield from other_forms(plan, place, sides, case, call)
+
+
+def other_forms(plan: Plan, place: Place, sides: Sides, case: Case, call: ModuleCall) -> Iterator[Finding]:
+    """The same attention by every other form that the port has: another way to compute one function."""
+    module = "kda" if case.text.is_kda(call.layer) else "mla"
+    usual, *others = plan.port.capabilities().forms.get(module, ("",))
+    for form in others:
+        sides.port.use_form(module, form)
+        yield from isolated_findings(place._replace(regime=form), sides, case.text, call)
+    if others:
+        sides.port.use_form(module, usual)

@@ -25,8 +25,10 @@ ONE_SIDED = {
         "moe.decode_mxfp4": "MLX has kernels for the packed form",
         "moe.MXFP4Linear": "the port stacks all experts of a layer in one tensor",
         "moe.Expert": "the port stacks all experts of a layer in one tensor",
+        "kda_chunk.pairs_across": "a view that is written in place, which MLX does not have",
+        "weights.to_torch": "the library's own tensor",
     },
-    "port": {},
+    "port": {"weights.to_mlx": "the library's own array"},
 }
 """Names that one side has alone, each with its reason."""
 

@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from parity.cli import bench, check, compare, coverage, fixture, trace
+from parity.cli import audit, bench, chat, check, compare, coverage, fixture, image, trace
 from parity.cli.common import stderr
 from parity.exits import EXIT_USAGE
 from reference.errors import InputError
@@ -21,6 +21,9 @@ app.command("check")(check.check)
 app.command("trace")(trace.trace)
 app.command("compare")(compare.compare)
 app.command("coverage")(coverage.coverage)
+app.command("chat")(chat.chat)
+app.command("image")(image.image)
+app.command("audit")(audit.audit)
 app.add_typer(fixture.app, name="fixture")
 app.add_typer(bench.app, name="bench")
 

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from parity.arrays import cast
-from parity.protocol import Capabilities, ModuleCall, Step, Taps, Unsupported
+from parity.protocol import VISION_KINDS, Capabilities, ModuleCall, Step, Taps, Unsupported
 from parity.quantities import TEXT_MODEL
 from reference.config import K3Config
 from reference.taps import Recorder, recording, tap
@@ -95,6 +95,24 @@ class TwinSession:
             self._call(call, inputs)
             return self._taps(recorder)
 
+    def vision(self, pixel_values: np.ndarray, grid_thws: np.ndarray) -> Taps:
+        pixels, grids = self._array(pixel_values), self._array(grid_thws)
+        with self.port.library.computing(), recording(Recorder()) as recorder:
+            self.model.image_features(pixels, grids)
+            return self._taps(recorder)
+
+    def multimodal(self, input_ids, attention_mask, pixel_values, grid_thws, imposed=None) -> Taps:
+        library = self.port.library
+        given = {name: library.to_array(value) for name, value in (imposed or {}).items()}
+        with library.computing(), recording(Recorder(given)) as recorder:
+            self.model(
+                input_ids=self._array(input_ids),
+                attention_mask=self._array(attention_mask),
+                pixel_values=self._array(pixel_values),
+                grid_thws=self._array(grid_thws),
+            )
+            return self._taps(recorder)
+
     def use_form(self, module: str, form: str) -> None:
         if form not in FORMS.get(module, ()):
             raise Unsupported(f"form {form!r} of {module}")
@@ -104,6 +122,9 @@ class TwinSession:
                 layer.self_attn.form = form
 
     def _call(self, call: ModuleCall, inputs: dict[str, Any]) -> None:
+        if call.kind in VISION_KINDS:
+            self._vision_call(call, inputs)
+            return
         text_model = self.model.language_model.model
         layer = None if call.layer is None else text_model.layers[call.layer]
         if call.kind == "embed":
@@ -121,11 +142,32 @@ class TwinSession:
         elif call.kind == "lm_head":
             tap(self.model, "logits", self.model.language_model.lm_head(inputs["hidden"]))
 
+    def _vision_call(self, call: ModuleCall, inputs: dict[str, Any]) -> None:
+        tower = self.model.vision_tower
+        if call.kind == "projector":
+            self.model.mm_projector(inputs["input"])
+            return
+        patches = inputs["pixel_values" if call.kind == "patch_embed" else "input"]
+        checked = self.port.module("vision_position").checked_grids
+        grids = checked(inputs["grid_thws"], patches.shape[0], tower.config)
+        if call.kind == "patch_embed":
+            tower.patch_embed(patches, grids)
+        elif call.kind == "vision_block":
+            tower.encoder.blocks[call.layer](patches, grids, tower.encoder.turns(patches, grids))
+        else:
+            tower.finish(patches, grids)
+
     def _array(self, value: np.ndarray | None) -> Any:
         return None if value is None else self.port.library.to_array(cast(value, self.dtype))
 
     def _taps(self, recorder: Recorder) -> Taps:
-        return {name: self.port.library.to_numpy(value) for name, value in recorder.values.items()}
+        return {golden_name(name): self.port.library.to_numpy(value) for name, value in recorder.values.items()}
+
+
+def golden_name(tap: str) -> str:
+    """The tower's taps go by short names: golden/README.md."""
+    renamed = {"vision_tower.output": "tower.output", "mm_projector.output": "projector.output"}
+    return renamed.get(tap, tap.removeprefix("vision_tower."))
 
 
 class TwinPort:

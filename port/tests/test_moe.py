@@ -6,6 +6,7 @@ from port.moe import (
     Experts,
     LatentMoE,
     Router,
+    group_margin,
     limit_to_groups,
     routing_scores,
     routing_weights,
@@ -70,6 +71,13 @@ def test_margin():
     np.testing.assert_allclose(selection_margin(biased, 2).tolist(), [0.2, 0.4], rtol=1e-6)
     assert selection_margin(biased, 3).tolist()[1] == np.inf
     assert selection_margin(biased, 4).tolist() == [np.inf, np.inf]
+
+
+def test_margin_between_groups():
+    """A choice may hang on two groups whose sums are near, however far the experts are from one another."""
+    biased = mx.array([[0.9, 0.1, 0.6, 0.375]])
+    np.testing.assert_allclose(group_margin(biased, 2, 1).tolist(), [0.025], rtol=1e-5)
+    assert group_margin(biased, 2, 2).tolist() == group_margin(biased, 1, 1).tolist() == [np.inf]
 
 
 def test_weights():

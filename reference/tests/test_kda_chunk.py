@@ -165,10 +165,11 @@ def test_any_shape_and_any_chunk_size(tokens, chunk_size, batch, heads, dk, dv, 
         assert o.shape == (batch, 0, heads, dv) and torch.equal(state, inputs["state"])
 
 
-def test_more_heads_and_tokens_than_are_prepared_at_once():
-    many = kda_chunk.CHUNKS_AT_ONCE
-    assert errors(drawn(9, batch=2, heads=many, dk=4, dv=4), chunk_size=4) < FLOAT32_LIMIT
-    assert errors(drawn(4 * 2 * many + 3, heads=1, dk=4, dv=4), chunk_size=4) < FLOAT32_LIMIT
+def test_more_heads_and_tokens_than_are_prepared_at_once(monkeypatch):
+    monkeypatch.setattr(kda_chunk, "TOKENS_AT_ONCE", 16)
+    assert errors(drawn(9, batch=2, heads=5, dk=4, dv=4), chunk_size=4) < FLOAT32_LIMIT
+    for tokens in (31, 32, 33, 35, 36, 37):
+        assert errors(drawn(tokens, heads=1, dk=4, dv=4), chunk_size=4) < FLOAT32_LIMIT
 
 
 def test_a_prompt_in_two_calls_equals_one_call():

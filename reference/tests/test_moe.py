@@ -11,6 +11,7 @@ from reference.moe import (
     MXFP4Linear,
     Router,
     decode_mxfp4,
+    group_margin,
     limit_to_groups,
     routing_scores,
     routing_weights,
@@ -57,6 +58,13 @@ def test_margin_is_the_gap_between_chosen_and_left_out():
     torch.testing.assert_close(selection_margin(biased, 2), torch.tensor([0.25, 1.0], dtype=torch.float64))
     assert selection_margin(biased, 4).tolist() == [torch.inf, torch.inf]
     assert selection_margin(limit_to_groups(row(-0.1, -0.2, -2.9, -2.95), 2, 1), 2).tolist() == [torch.inf]
+
+
+def test_margin_between_groups():
+    """A choice may hang on two groups whose sums are near, however far the experts are from one another."""
+    biased = row(0.9, 0.1, 0.6, 0.375)
+    torch.testing.assert_close(group_margin(biased, 2, 1), torch.tensor([0.025], dtype=biased.dtype))
+    assert group_margin(biased, 2, 2).tolist() == group_margin(biased, 1, 1).tolist() == [torch.inf]
 
 
 def test_weights_come_from_the_scores_at_the_chosen_experts():

@@ -1,0 +1,44 @@
+"""Pictures within text: the merge exactly, the logits of the whole model, rows of different numbers of pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from parity.chained import chain_findings
+from parity.checks.plan import Case, Plan
+from parity.compare import Place
+from parity.findings import Finding
+from parity.tracing import load_inputs
+
+COMPARED = ("merged_embeds", "attention_mask", "position_ids", "logits")
+
+
+def run(plan: Plan) -> Iterator[Finding]:
+    for case, dtype in plan.each():
+        inputs = load_inputs(case.checkpoint / "inputs.safetensors")
+        ids, mask = inputs["mm.input_ids"], inputs["mm.attention_mask"]
+        pictures = (inputs["mm.pixel_values"], inputs["mm.grid_thws"])
+        yield from merged_findings(plan, case, dtype, "left", ids, mask, pictures)
+        yield from merged_findings(plan, case, dtype, "right", *padded_right(ids, mask), pictures)
+
+
+def padded_right(ids: np.ndarray, mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The same rows with their padding at the other end; the pad id stays what stands there."""
+    rows = [np.roll(np.arange(ids.shape[1]), int(row.sum()) - ids.shape[1]) for row in mask]
+    return np.take_along_axis(ids, np.stack(rows), 1), np.take_along_axis(mask, np.stack(rows), 1)
+
+
+def merged_findings(plan: Plan, case: Case, dtype: str, regime: str, ids, mask, pictures) -> Iterator[Finding]:
+    sides = plan.sides(case, dtype)
+    place = Place("multimodal", case.name, dtype, regime, plan.seed, isolated=False)
+    truth = sides.truth.multimodal(ids, mask, *pictures)
+    real = truth["attention_mask"].astype(bool)
+    computed = (lambda side=side: side().multimodal(ids, mask, *pictures, routing(truth)) for side in sides.two)
+    yield from chain_findings(place, case.text, {name: truth[name] for name in COMPARED}, *computed, real=real)
+
+
+def routing(truth) -> dict[str, np.ndarray]:
+    """The truth's choices, imposed: what routers choose is judged by the checks of the text tower."""
+    return {name: array for name, array in truth.items() if name.endswith("router.indices")}
