@@ -78,6 +78,9 @@ def print_failures(console: Console, report: Report) -> None:
     sources, failures = report.sources, report.failures
     if not failures:
         return
+    if any(finding.check == "anchor" for finding in sources):
+        text = "the reference itself departs from the authors' own results: mend it before believing anything below"
+        console.print(f"\n{text}", style="bold red", highlight=False)
     culprits = sorted({finding.module for finding in sources})
     console.print(f"\nsource of the disagreement: {', '.join(culprits)}", style="bold red", highlight=False)
     for finding in sources[:SHOWN_FAILURES]:

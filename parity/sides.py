@@ -12,8 +12,6 @@ import numpy as np
 from parity.protocol import Port, Session, Step, Taps
 
 
-
-
 def reference_port() -> Port:
     from parity.ports.reference import PORT
 

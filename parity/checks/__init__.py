@@ -11,6 +11,7 @@ from parity.findings import Finding
 CHECKS: dict[str, Callable[[Plan], Iterator[Finding]]] = {
     "coverage": coverage.run,
     "twins": twins.run,
+    "anchor": golden.anchor,
     "golden": golden.run,
     "modules": modules.run,
     "layers": layers.run,
@@ -21,7 +22,7 @@ CHECKS: dict[str, Callable[[Plan], Iterator[Finding]]] = {
     "multimodal": multimodal.run,
 }
 PARTS: dict[str, tuple[str, ...]] = {
-    "text": ("coverage", "twins", "golden", "modules", "layers", "end_to_end", "decode", "padding"),
+    "text": ("coverage", "twins", "anchor", "golden", "modules", "layers", "end_to_end", "decode", "padding"),
     "vision": ("coverage", "golden", "vision"),
     "multimodal": ("golden", "multimodal"),
 }

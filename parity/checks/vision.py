@@ -40,7 +40,8 @@ def tower_findings(plan: Plan, case: Case, dtype: str, pixels: np.ndarray, grids
             hurt = replace(call, inputs=call.inputs | {"input": cast(small(call.inputs["input"]), dtype)})
             yield from isolated_findings(place._replace(regime="small"), sides, case.text, hurt)
     chain = place._replace(regime="whole", isolated=False)
-    yield from chain_findings(chain, case.text, truth, *(lambda side=side: side().vision(pixels, grids) for side in sides.two))
+    computed = (lambda side=side: side().vision(pixels, grids) for side in sides.two)
+    yield from chain_findings(chain, case.text, truth, *computed)
 
 
 def vision_calls(taps: Taps, pixels: np.ndarray, grids: np.ndarray, dtype: str, blocks: int) -> Iterator[ModuleCall]:

@@ -15,7 +15,8 @@ K3 = ROOT / "fixtures/presets/k3.json"
 OFF_WHEN_ABSENT = {
     TextConfig: {
         "activation_situ_beta", "activation_situ_linear_beta", "attn_res_block_size", "q_lora_rank",
-        "mla_use_output_gate", "num_shared_experts", "routed_expert_hidden_size", "latent_moe_use_norm", "num_expert_group", "topk_group",
+        "mla_use_output_gate", "num_shared_experts",
+        "routed_expert_hidden_size", "latent_moe_use_norm", "num_expert_group", "topk_group",
     },
     LinearAttnConfig: {"gate_lower_bound", "use_full_rank_gate"},
     VisionConfig: {"activation_func", "projector_hidden_act", "mlp_type", "pos_emb_type"},
