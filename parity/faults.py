@@ -118,6 +118,14 @@ class FaultyPort:
         with self._in_force():
             return self.inner.call(function, arrays, settings)
 
+    def picture(self, pixels):
+        with self._in_force():
+            return self.inner.picture(pixels)
+
+    def chat(self, call):
+        with self._in_force():
+            return self.inner.chat(call)
+
     @contextmanager
     def _in_force(self) -> Iterator[None]:
         if not self.faults:

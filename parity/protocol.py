@@ -126,6 +126,10 @@ class Port(Protocol):
     ) -> tuple[np.ndarray, ...]:
         """Evaluate ``module.function`` on arrays that come in the dtype to compute in; the results as a tuple."""
 
+    # Two more methods that a port may have; without them these parts are unsupported:
+    # picture(pixels [h, w, 3] uint8) -> {"pixel_values": [L, 3, p, p], "tokens": int, "prompt": str}
+    # chat(call: dict of keyword arguments, as in fixtures/golden/chat.json) -> [(text, is_markup), …], or any exception
+
 
 class Unsupported(Exception):
     """The port does not offer what was asked: counted apart, never as passed."""

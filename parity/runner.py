@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 
-from parity.checks import CHECKS, Plan
+from parity.checks import CHECKS, PARTS, Plan
 from parity.compare import Place
 from parity.findings import Finding, Report
 from parity.protocol import Port
@@ -79,6 +79,15 @@ def repeat_command(plan: Plan, finding: Finding) -> str:
     if finding.regime != "natural":
         words.append(f"--regime {finding.regime}")
     return " ".join([*words, f"--seed {finding.seed}"])
+
+
+def checks_of(part: str) -> tuple[str, ...]:
+    """The checks of one part of the model, all of them for "all"; raises InputError on an unknown part."""
+    if part == "all":
+        return tuple(CHECKS)
+    if part not in PARTS:
+        raise InputError("--part", part, f"one of {', '.join(PARTS)} or all", part, "name a part")
+    return PARTS[part]
 
 
 def known_checks(names: Iterable[str]) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ import mlx.nn as nn
 from port.linear import Linear, wide
 from port.vision import VisionNorm
 from reference.config import VisionConfig
+from reference.taps import tap
 
 
 def gelu_erf(x: mx.array) -> mx.array:
@@ -24,7 +25,7 @@ class ExactGELU(nn.Module):
 
 
 class Projector(nn.Module):
-    """``post_norm(proj.2 · gelu_erf(proj.0 · x))``. Parameters are named as below ``mm_projector.`` (§2)."""
+    """``post_norm(proj.2 · gelu_erf(proj.0 · x))``, parameters named as below ``mm_projector.`` (§2). Tap: output."""
 
     def __init__(self, config: VisionConfig) -> None:
         super().__init__()
@@ -37,4 +38,4 @@ class Projector(nn.Module):
         x = merged.flatten(1)
         for step in self.proj:
             x = step(x)
-        return self.post_norm(x)
+        return tap(self, "output", self.post_norm(x))

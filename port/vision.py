@@ -81,6 +81,12 @@ def merge_window(x: mx.array, kernel: tuple[int, int]) -> mx.array:
     return x.reshape(h // kh, kh, w // kw, kw, dim).swapaxes(1, 2).reshape(-1, kh * kw, dim)
 
 
+def feature_count(grid: Grid, kernel: tuple[int, int]) -> int:
+    """How many tokens an image or video of ``grid`` (t, h, w) becomes: (h/kh)·(w/kw); its frames share them (§9)."""
+    (_, h, w), (kh, kw) = grid, kernel
+    return (h // kh) * (w // kw)
+
+
 def merge_patches(x: mx.array, grids: list[Grid], kernel: tuple[int, int]) -> mx.array:
     """[L, dim] -> [tokens, kh·kw, dim]: per item the mean over frames, then the windows (§9)."""
     items = mx.split(x, np.cumsum([t * h * w for t, h, w in grids])[:-1].tolist())
@@ -157,7 +163,10 @@ class PatchEmbed(nn.Module):
 
 
 class Encoder(nn.Module):
-    """All blocks and the final norm: [L, dim] -> [L, dim] (§9). Evaluated block by block, to bound memory."""
+    """All blocks: [L, dim] -> [L, dim] (§9). ``final_layernorm`` is applied by ``VisionTower.finish``.
+
+    Evaluated block by block, to bound memory.
+    """
 
     def __init__(self, config: VisionConfig) -> None:
         super().__init__()
@@ -165,22 +174,30 @@ class Encoder(nn.Module):
         self.blocks = [VisionBlock(config) for _ in range(config.vt_num_hidden_layers)]
         self.final_layernorm = VisionNorm(config.vt_hidden_size)
 
+    def turns(self, x: mx.array, grids: list[Grid]) -> mx.array:
+        """The rope's turns that every block on ``x`` uses: [L, head_dim/2, 2], float32 whatever x is."""
+        return rope_turns(grids, self.head_dim)
+
     def __call__(self, x: mx.array, grids: list[Grid]) -> mx.array:
-        turns = rope_turns(grids, self.head_dim)
+        turns = self.turns(x, grids)
         for block in self.blocks:
             x = block(x, grids, turns)
             mx.eval(x)
-        return self.final_layernorm(x)
+        return x
 
 
 class VisionTower(nn.Module):
-    """The whole tower. Parameters are named as in the checkpoint, below ``vision_tower.`` (§2)."""
+    """The whole tower. Parameters are named as in the checkpoint, below ``vision_tower.`` (§2). Tap: output."""
 
     def __init__(self, config: VisionConfig) -> None:
         super().__init__()
         self.config = config
         self.patch_embed = PatchEmbed(config)
         self.encoder = Encoder(config)
+
+    def finish(self, x: mx.array, grids: list[Grid]) -> mx.array:
+        """The final norm, then the merge: [L, dim] of the last block -> [tokens, kh·kw, dim] (§9, §16)."""
+        return tap(self, "output", merge_patches(self.encoder.final_layernorm(x), grids, self.config.merge_kernel_size))
 
     def __call__(self, pixel_values: mx.array, grid_thws: mx.array) -> mx.array:
         """``pixel_values`` [L, 3, p, p] and ``grid_thws`` [N, 3] of all items -> [tokens, kh·kw, dim], model dtype.
@@ -192,5 +209,4 @@ class VisionTower(nn.Module):
             expected, found = f"[L, 3, {patch}, {patch}]", list(pixel_values.shape)
             raise InputError("pixel_values", "shape", expected, found, "give patches of the image processor")
         grids = checked_grids(grid_thws, len(pixel_values), self.config)
-        x = self.encoder(self.patch_embed(pixel_values, grids), grids)
-        return merge_patches(x, grids, self.config.merge_kernel_size)
+        return self.finish(self.encoder(self.patch_embed(pixel_values, grids), grids), grids)

@@ -125,6 +125,24 @@ EXPERTS: dict[str, dict[str, Transform]] = {
 }
 
 
+VISION: dict[str, Transform] = {
+    "vision_tower.patch_embed.proj.weight": model_dtype,
+    "vision_tower.patch_embed.pos_emb.weight": model_dtype,
+    "vision_tower.encoder.final_layernorm.weight": model_dtype,
+    "mm_projector.proj.0.weight": model_dtype,
+    "mm_projector.proj.2.weight": model_dtype,
+    "mm_projector.post_norm.weight": model_dtype,
+}
+VISION_BLOCK: dict[str, Transform] = {
+    "norm0.weight": model_dtype,
+    "norm1.weight": model_dtype,
+    "wqkv.weight": model_dtype,
+    "wo.weight": model_dtype,
+    "mlp.fc0.weight": model_dtype,
+    "mlp.fc1.weight": model_dtype,
+}
+
+
 class Entry(NamedTuple):
     """One row of the table: the checkpoint names it reads, the parameter they make, and how."""
 
@@ -159,21 +177,25 @@ def layer_sections(text: TextConfig, layer: int, expert_format: ExpertFormat) ->
     yield EXPERTS[expert_format]
 
 
-def sections(text: TextConfig, expert_format: ExpertFormat) -> Iterator[tuple[str, Mapping[str, Transform]]]:
+def sections(config: K3Config, expert_format: ExpertFormat) -> Iterator[tuple[str, Mapping[str, Transform]]]:
     """(prefix of the names, part of the table) for the whole model."""
+    text = config.text_config
     yield "language_model.", ROOT
     if text.attn_res_block_size:
         yield "language_model.", ROOT_ATTN_RES
     for layer in range(text.num_hidden_layers):
         for section in layer_sections(text, layer, expert_format):
             yield f"language_model.model.layers.{layer}.", section
+    yield "", VISION
+    for block in range(config.vision_config.vt_num_hidden_layers):
+        yield f"vision_tower.encoder.blocks.{block}.", VISION_BLOCK
 
 
 def table(config: K3Config, expert_format: ExpertFormat) -> list[Entry]:
     """Every parameter of a model of ``config`` with its sources and transform."""
     experts = range(config.text_config.num_experts)
     entries = []
-    for prefix, section in sections(config.text_config, expert_format):
+    for prefix, section in sections(config, expert_format):
         for name, transform in section.items():
             numbers = experts if "{expert}" in name else range(1)
             sources = tuple(prefix + name.format(expert=expert) for expert in numbers)

@@ -18,9 +18,6 @@ from reference.config import K3Config
 from reference.errors import InputError
 from reference.shards import Shards
 
-ANOTHER_PART = ("vision_tower.", "mm_projector.")
-"""Names with these prefixes belong to parts of a checkpoint that the model of this file does not have."""
-
 
 class CheckpointReader:
     """A checkpoint folder as MLX parameters; ``shards`` has checked its files against its configuration."""
@@ -67,7 +64,6 @@ def load_model(folder: str | Path, dtype: str = "float32") -> K3Model:
 
 def _check_sources(wanted: Sequence[str], present: Sequence[str], where: object) -> None:
     """InputError unless ``wanted`` are exactly the tensors that are ``present``; ValueError if one is read twice."""
-    present = [name for name in present if not name.startswith(ANOTHER_PART)]
     for name in sorted(set(wanted) - set(present)):
         raise InputError(where, name, "a tensor that the model reads", "nothing", "fetch the whole checkpoint")
     for name in sorted(set(present) - set(wanted)):

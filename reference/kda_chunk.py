@@ -16,6 +16,8 @@ longer segment's factors are the shorter ones' times a neighbour's whole decay. 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -70,7 +72,7 @@ def decayed_products(readers: Tensor, keys: Tensor, log_decay: Tensor) -> tuple[
     while length < size:
         second_readers = readers.view(-1, 2, length * count, width)[:, 1]
         first_keys = keys.view(-1, 2, length, width)[:, 0]
-        across = second_readers @ first_keys.transpose(1, 2)
+        across = torch.bmm(second_readers, first_keys.mT)
         pairs_across(products, length).copy_(across.view(number, -1, length, count, length))
         first_decay, second_decay = decay.reshape(-1, 2, 1, width).unbind(1)
         second_readers *= first_decay
@@ -92,28 +94,49 @@ def write_operator(key_products: Tensor, beta: Tensor) -> Tensor:
     return torch.linalg.solve_triangular(A, torch.diag_embed(beta), upper=False, unitriangular=True)
 
 
-def some_chunks(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, S: Tensor, o: Tensor) -> None:
-    """Carry the state S [B·H, D_k, D_v] through n chunks and write what is read into ``o``; both **in place**.
+class ChunkTerms(NamedTuple):
+    """What chunks contribute before any state is known; in each, the first two axes are [n, B·H].
 
-    q, k, log_decay [n, B, H, C, D_k], v and o [n, B, H, C, D_v], beta [n, B, H, C, 1].
+    readers  [.., 2C, D_k]  rows of K exp(G) and Q exp(G), taking turns: what meets the state before the chunk
+    M        [.., C, C]     (I + A)⁻¹ diag(β)
+    P        [.., C, C]
+    keys     [.., D_k, C]   (K exp(G_C − G))ᵀ
+    decay    [.., D_k, 1]   exp(G_C)
     """
+
+    readers: Tensor
+    M: Tensor
+    P: Tensor
+    keys: Tensor
+    decay: Tensor
+
+
+def within_chunks(q: Tensor, k: Tensor, log_decay: Tensor, beta: Tensor) -> ChunkTerms:
+    """The terms of n chunks at once. q, k, log_decay [n, B, H, C, D_k], beta [n, B, H, C, 1]; nothing is changed."""
     n, _, _, size, width = k.shape
     readers = k.new_empty(*k.shape[:-1], 2, width)
     readers[..., 0, :], readers[..., 1, :] = k, q
     readers = readers.view(-1, size, 2, width)
     keys = k.clone(memory_format=torch.contiguous_format).view(-1, size, width)
-    own = (readers[:, :, 1] * keys).sum(-1)
+    own_write = (readers[:, :, 1] * keys).sum(-1)
     products, decay = decayed_products(readers, keys, log_decay.reshape(-1, size, width))
     key_products, P = products[:, :, 0], products[:, :, 1]
-    P.diagonal(dim1=1, dim2=2).copy_(own)
+    P.diagonal(dim1=1, dim2=2).copy_(own_write)
     M = write_operator(key_products, beta.reshape(-1, size))
+    terms = (readers.flatten(1, 2), M, P, keys.mT, decay.unsqueeze(2))
+    return ChunkTerms(*(term.unflatten(0, (n, -1)) for term in terms))
 
-    readers, keys, decay, M, P = (x.unflatten(0, (n, -1)) for x in (readers.flatten(1, 2), keys, decay, M, P))
-    for chunk in range(n):
-        expected, read = (readers[chunk] @ S).unflatten(1, (size, 2)).unbind(2)
-        U = M[chunk] @ (v[chunk].flatten(0, 1) - expected)
-        o[chunk] = (read + P[chunk] @ U).view_as(o[chunk])
-        S.mul_(decay[chunk].unsqueeze(2)).baddbmm_(keys[chunk].transpose(1, 2), U)
+
+def pass_over_chunks(terms: ChunkTerms, v: Tensor, S: Tensor, o: Tensor) -> None:
+    """Carry the state S [B·H, D_k, D_v] through n chunks and write what is read into o; both **in place**.
+
+    v, o [n, B, H, C, D_v]. The only sequential part.
+    """
+    for n, (readers, M, P, keys, decay, V) in enumerate(zip(*terms, v.flatten(1, 2), strict=True)):
+        expected, read = torch.bmm(readers, S).unflatten(1, (-1, 2)).unbind(2)
+        U = torch.bmm(M, V - expected)
+        o[n] = (read + torch.bmm(P, U)).view_as(o[n])
+        S.mul_(decay).baddbmm_(keys, U)
 
 
 def chunked_kda(
@@ -135,6 +158,7 @@ def chunked_kda(
     o = v.new_empty(batch, tokens + -tokens % size, heads, v.shape[-1])
     for start in range(0, tokens, stride):
         part = slice(start, start + stride)
-        inputs = (x[:, part] for x in (q, k, v, log_decay, beta.unsqueeze(-1)))
-        some_chunks(*(into_chunks(x, size) for x in inputs), S, into_chunks(o[:, part], size))
+        inputs = (x[:, part] for x in (q, k, log_decay, beta.unsqueeze(-1), v, o))
+        *inputs, values, outputs = (into_chunks(x, size) for x in inputs)
+        pass_over_chunks(within_chunks(*inputs), values, S, outputs)
     return o[:, :tokens], S.unflatten(0, (batch, heads))

@@ -1,25 +1,61 @@
-"""The root of the model: what the checkpoint's names start from (K3.md §2)."""
+"""The root of the model: what the checkpoint's names start from (K3.md §2), and where pictures meet text (§10)."""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from reference.cache import Cache
 from reference.checkpoint import ExpertFormat
 from reference.config import K3Config
+from reference.errors import InputError
+from reference.merge import merge
 from reference.padding import as_token_mask
+from reference.projector import Projector
 from reference.taps import name_modules, tap
 from reference.text import LanguageModel
+from reference.vision import VisionTower, feature_count
 
 
 class K3Model(nn.Module):
-    """Kimi K3. Attribute names below this module are the checkpoint's names; all parameters are NaN until loaded."""
+    """Kimi K3. Attribute names below this module are the checkpoint's names; all parameters are NaN until loaded.
+
+    Taps: logits; with pictures also merged_embeds, attention_mask and position_ids, after the merge.
+    """
 
     def __init__(self, config: K3Config, expert_format: ExpertFormat = "mxfp4") -> None:
         super().__init__()
         self.config = config
         self.language_model = LanguageModel(config.text_config, expert_format)
+        self.vision_tower = VisionTower(config.vision_config)
+        self.mm_projector = Projector(config.vision_config)
         name_modules(self)
+
+    def image_features(self, pixel_values: Tensor, grid_thws: Tensor) -> tuple[Tensor, list[int]]:
+        """``pixel_values`` [L, 3, p, p] and ``grid_thws`` [N, 3] of all images and videos -> their feature rows.
+
+        Returns features [rows, hidden] in the model dtype, item after item, and the rows of each of the N items (§9).
+        Raises InputError as VisionTower does.
+        """
+        features = self.mm_projector(self.vision_tower(pixel_values, grid_thws))
+        kernel = self.config.vision_config.merge_kernel_size
+        return features, [feature_count(grid, kernel) for grid in torch.as_tensor(grid_thws).tolist()]
+
+    def merged_inputs(
+        self, input_ids: Tensor, attention_mask: Tensor | None, pixel_values: Tensor, grid_thws: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The text with every media placeholder replaced by its item's features (§10).
+
+        input_ids and attention_mask [B, T] -> embeddings [B, T', hidden] and mask [B, T'] of 0/1. The ids are checked
+        before anything is computed. Raises InputError as TextModel.embed, VisionTower and merge do.
+        """
+        text_embeds = self.language_model.model.embed(input_ids)
+        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        features, counts = self.image_features(pixel_values, grid_thws)
+        placeholder, pad = self.config.media_placeholder_token_id, self.config.pad_token_id
+        embeds, mask, positions = merge(input_ids, mask, features, counts, text_embeds, placeholder, pad)
+        tap(self, "position_ids", positions)
+        return tap(self, "merged_embeds", embeds), tap(self, "attention_mask", mask)
 
     def forward(
         self,
@@ -27,11 +63,48 @@ class K3Model(nn.Module):
         inputs_embeds: Tensor | None = None,
         attention_mask: Tensor | None = None,
         cache: Cache | None = None,
+        pixel_values: Tensor | None = None,
+        grid_thws: Tensor | None = None,
     ) -> Tensor:
         """input_ids [B, T] or inputs_embeds [B, T, hidden] -> logits [B, T, vocab] in the model dtype.
 
         attention_mask [B, T] of the new tokens, bool or 0/1, None where all are real; ``cache`` is brought up to date.
-        Raises InputError as LanguageModel does, and for a mask that holds anything but 0 and 1.
+        With ``pixel_values`` [L, 3, p, p] and ``grid_thws`` [N, 3], input_ids hold one media placeholder per item, and
+        the logits are [B, T', vocab]: each placeholder has become all of its item's rows (§10). Pictures belong to
+        the ids of the same call, so a prompt may come in pieces; the cache counts T' tokens.
+
+        Raises InputError as LanguageModel and merged_inputs do, for a mask that holds anything but 0 and 1, for
+        pictures without ids or without grids, and for a placeholder without a picture.
         """
+        check_pictures(input_ids, inputs_embeds, pixel_values, grid_thws, self.config.media_placeholder_token_id)
+        if pixel_values is not None:
+            inputs_embeds, attention_mask = self.merged_inputs(input_ids, attention_mask, pixel_values, grid_thws)
+            input_ids = None
         token_mask = None if attention_mask is None else as_token_mask(attention_mask)
         return tap(self, "logits", self.language_model(input_ids, inputs_embeds, token_mask, cache))
+
+
+def check_pictures(
+    input_ids: Tensor | None,
+    inputs_embeds: Tensor | None,
+    pixel_values: Tensor | None,
+    grid_thws: Tensor | None,
+    placeholder_id: int,
+) -> None:
+    """Raise InputError unless pictures come with their grids and with ids to stand in, and no placeholder without them.
+
+    Without pictures a placeholder is a count that does not match (§10): its embedding was never trained to mean one.
+    """
+    if (pixel_values is None) != (grid_thws is None):
+        given = "pixel_values" if grid_thws is None else "grid_thws"
+        raise InputError("inputs", "pixel_values and grid_thws", "both or neither", f"{given} alone", "give both")
+    if pixel_values is not None:
+        if input_ids is None or inputs_embeds is not None:
+            mend = "give the ids with their placeholders, or embeddings into which the features are already merged"
+            raise InputError("inputs", "pixel_values", "input_ids and no inputs_embeds", "embeddings or nothing", mend)
+        return
+    found = None if input_ids is None else (input_ids == placeholder_id).nonzero()
+    if found is not None and len(found):
+        subject, place = f"media placeholder ({placeholder_id})", f"{len(found)}, the first at {found[0].tolist()}"
+        mend = "give the pictures too, or take the placeholder out of the text"
+        raise InputError("input_ids", subject, "none without pixel_values", place, mend)

@@ -7,6 +7,7 @@ from torch.nn import functional
 
 from reference.config import VisionConfig
 from reference.linear import Linear
+from reference.taps import tap
 from reference.vision import VisionNorm
 
 
@@ -23,7 +24,7 @@ class ExactGELU(nn.Module):
 
 
 class Projector(nn.Module):
-    """``post_norm(proj.2 · gelu_erf(proj.0 · x))``. Parameters are named as below ``mm_projector.`` (§2)."""
+    """``post_norm(proj.2 · gelu_erf(proj.0 · x))``, parameters named as below ``mm_projector.`` (§2). Tap: output."""
 
     def __init__(self, config: VisionConfig) -> None:
         super().__init__()
@@ -33,4 +34,4 @@ class Projector(nn.Module):
 
     def forward(self, merged: Tensor) -> Tensor:
         """``merged`` [tokens, kh·kw, dim], as the tower gives it -> [tokens, hidden], model dtype (§9, §16)."""
-        return self.post_norm(self.proj(merged.flatten(1)))
+        return tap(self, "output", self.post_norm(self.proj(merged.flatten(1))))

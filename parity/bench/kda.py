@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 import warnings
@@ -25,6 +26,9 @@ CHUNK_SIZE, PEER_CHUNK_SIZE = 32, 64  # each form's own default
 RECURRENCE, CHUNKED, BOUND = "recurrence", "chunked", "matrix products alone"
 FLA_RECURRENCE, FLA_CHUNKED = "fla-core recurrent", "fla-core chunked"
 NOT_INSTALLED = "not installed"
+# How long torch's threads wait for each other before they sleep. By default they spin for milliseconds, which on a busy
+# machine takes the processor from the very thread they wait for: a hundred times slower. Read when torch is loaded.
+SPIN = "1000"
 
 Row = dict[str, Any]
 Form = Callable[[], "tuple[Tensor, Tensor] | None"]
@@ -166,6 +170,7 @@ def run(
     }.items():
         if number < 1:
             raise InputError("bench kda", name, "at least 1", number, "pass a positive number")
+    os.environ.setdefault("GOMP_SPINCOUNT", SPIN)
     import torch
 
     setting = {"heads": heads, "head_dim": head_dim, "threads": threads, "torch": torch.__version__}

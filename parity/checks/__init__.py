@@ -4,7 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from parity.checks import coverage, decode, end_to_end, golden, layers, modules, multimodal, padding, twins, vision
+from parity.checks import (
+    chat,
+    coverage,
+    decode,
+    end_to_end,
+    golden,
+    layers,
+    modules,
+    multimodal,
+    padding,
+    processor,
+    twins,
+    vision,
+)
 from parity.checks.plan import Plan
 from parity.findings import Finding
 
@@ -20,11 +33,15 @@ CHECKS: dict[str, Callable[[Plan], Iterator[Finding]]] = {
     "padding": padding.run,
     "vision": vision.run,
     "multimodal": multimodal.run,
+    "processor": processor.run,
+    "chat": chat.run,
 }
 PARTS: dict[str, tuple[str, ...]] = {
     "text": ("coverage", "twins", "anchor", "golden", "modules", "layers", "end_to_end", "decode", "padding"),
     "vision": ("coverage", "golden", "vision"),
     "multimodal": ("golden", "multimodal"),
+    "processor": ("processor",),
+    "chat": ("chat",),
 }
 """What belongs to which part of the model."""
 

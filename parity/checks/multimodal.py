@@ -8,6 +8,7 @@ import numpy as np
 
 from parity.chained import chain_findings
 from parity.checks.plan import Case, Plan
+from parity.checks.vision import distinct_towers
 from parity.compare import Place
 from parity.findings import Finding
 from parity.tracing import load_inputs
@@ -16,7 +17,7 @@ COMPARED = ("merged_embeds", "attention_mask", "position_ids", "logits")
 
 
 def run(plan: Plan) -> Iterator[Finding]:
-    for case, dtype in plan.each():
+    for case, dtype in distinct_towers(plan):
         inputs = load_inputs(case.checkpoint / "inputs.safetensors")
         ids, mask = inputs["mm.input_ids"], inputs["mm.attention_mask"]
         pictures = (inputs["mm.pixel_values"], inputs["mm.grid_thws"])

@@ -24,9 +24,19 @@ def small(x: np.ndarray) -> np.ndarray:
 
 
 def run(plan: Plan) -> Iterator[Finding]:
-    for case, dtype in plan.each():
+    for case, dtype in distinct_towers(plan):
         inputs = load_inputs(case.checkpoint / "inputs.safetensors")
         yield from tower_findings(plan, case, dtype, inputs[PATCHES], inputs[GRIDS])
+
+
+def distinct_towers(plan: Plan) -> Iterator[tuple[Case, str]]:
+    """Each dtype with the first case of every vision configuration: cases that differ in text alone share a tower."""
+    seen = set()
+    for case, dtype in plan.each():
+        key = (case.config.vision_config.model_dump_json(exclude={"text_hidden_size"}), dtype)
+        if key not in seen:
+            seen.add(key)
+            yield case, dtype
 
 
 def tower_findings(plan: Plan, case: Case, dtype: str, pixels: np.ndarray, grids: np.ndarray) -> Iterator[Finding]:

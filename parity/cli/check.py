@@ -22,6 +22,7 @@ def check(
     checks: Annotated[
         list[str] | None, typer.Option("--check", help="One kind of check, e.g. layers; may be given again.")
     ] = None,
+    part: Annotated[str, typer.Option("--part", help="text, vision, multimodal, processor, chat or all.")] = "all",
     golden: Annotated[
         Path | None,
         typer.Option(
@@ -40,7 +41,7 @@ def check(
     from parity.checks import Plan
     from parity.checks.plan import case_named
     from parity.ports import load_port
-    from parity.runner import CORE_CASES, EVERY_CASE, known_checks, run_checks
+    from parity.runner import CORE_CASES, EVERY_CASE, checks_of, known_checks, run_checks
 
     under_test = load_port(port)
     able = under_test.capabilities()
@@ -48,7 +49,7 @@ def check(
     cases = tuple(case_named(name, seed) for name in (CATALOGUE if EVERY_CASE in names else names))
     if (golden is not None or not able.kinds) and not checks:
         checks = ["golden"]
-    chosen = known_checks(checks or [])
+    chosen = known_checks(checks or checks_of(part))
     if golden is not None:
         known_golden(golden)
     plan = Plan(under_test, cases, known_dtypes(dtype, able.dtypes), seed, golden)

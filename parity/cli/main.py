@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 import typer
@@ -29,7 +30,12 @@ app.add_typer(bench.app, name="bench")
 
 
 def run() -> None:
-    """Bad input ends in one line and exit 2; a mistake of this program shows its traceback."""
+    """Bad input ends in one line and exit 2; a mistake of this program shows its traceback.
+
+    Mini models are too small to share a product between threads: where another program is busy, two threads that wait
+    for each other made a check a hundred times slower. OMP_NUM_THREADS, if set, wins.
+    """
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     try:
         app()
     except InputError as error:

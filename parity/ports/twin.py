@@ -195,6 +195,20 @@ class TwinPort:
         model = self.module("weights").load_model(checkpoint, dtype)
         return TwinSession(self, model, K3Config.from_file(checkpoint), dtype)
 
+    def picture(self, pixels: np.ndarray) -> dict[str, Any]:
+        """The released image processor; the two twins share it, since it has no tensor library in it."""
+        processor = importlib.import_module("reference.image_processor").ImageProcessor()
+        height, width = pixels.shape[:2]
+        return {
+            "pixel_values": processor.pixel_values(pixels),
+            "tokens": processor.resize_plan(width, height).token_count,
+            "prompt": processor.prompt(width, height),
+        }
+
+    def chat(self, call: Mapping[str, Any]) -> list[tuple[str, bool]]:
+        """The chat encoding, shared like the image processor."""
+        return importlib.import_module("reference.chat").encode_conversation(**call)
+
     def call(
         self, function: str, arrays: Mapping[str, np.ndarray | None], settings: Mapping[str, Any]
     ) -> tuple[np.ndarray, ...]:

@@ -30,3 +30,8 @@ def test_twins(port):
     if port.name != "mlx":
         pytest.skip("only the MLX port is the reference's twin")
     judge(Plan(port), "twins")
+
+
+@pytest.mark.parametrize("part", ["processor", "chat", "anchor"])
+def test_part(part, port):
+    judge(Plan(port), part)

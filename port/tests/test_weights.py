@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 from port import weight_table, weights
 from port.model import K3Model
 from port.mxfp4 import unpack
-from port.tests.models import MINI, f64, random_model, relative_rms
+from port.tests.models import MINI, f64, randn, random_model, relative_rms
 from port.tests.test_text import SETTINGS, small_config
 from port.weight_table import table
 from port.weights import CheckpointReader, expected_names, load_model, to_mlx
@@ -38,7 +38,7 @@ def test_table_module_tree_and_checkpoint_agree(setting, expert_format):
     names = expected_names(config, expert_format)
     specified = [spec.name for spec in tensor_specs(config, expert_format)]
     assert len(names) == len(set(names))
-    assert set(names) == {name for name in specified if not name.startswith(weights.ANOTHER_PART)}
+    assert set(names) == set(specified)
     parameters = {name for name, _ in tree_flatten(K3Model(config, expert_format).parameters())}
     made = [entry.parameter for entry in table(config, expert_format)]
     assert len(made) == len(set(made)) and set(made) == parameters
@@ -136,22 +136,32 @@ def test_unknown_dtype_and_missing_folder_are_one_line(tmp_path):
 
 
 def test_no_tensor_is_dead():
-    """A change in any source of the table changes the logits, except of the mix that §6 skips in layer 0."""
+    """A change in any source of the table changes the logits, except of the mix that §6 skips in layer 0.
+
+    Of the tower and the projector it changes the features.
+    """
     config, ids = small_config({}, {}), IDS[:, :3]
     model, skipped = random_model(config), f"{TEXT}model.layers.0.self_attention_res_"
-    before = model(ids)
+    pictures = randn(24, 3, 4, 4), mx.array([[2, 2, 4], [1, 4, 2]])
+
+    def output(parameter):
+        return model(ids) if parameter.startswith(TEXT) else model.image_features(*pictures)[0]
+
+    before = {part: output(part) for part in (TEXT, "vision")}
     for entry in table(config, "mxfp4"):
         path, _, attribute = entry.parameter.rpartition(".")
         module = reduce(lambda owner, part: owner[int(part)] if part.isdigit() else owner[part], path.split("."), model)
         kept = module[attribute]
         changed = kept ^ 1 if kept.dtype == mx.uint32 else kept + 1 if kept.dtype == mx.uint8 else kept * 1.5 + 0.1
         module[attribute] = -9 * kept if attribute == "e_score_correction_bias" else changed
-        assert mx.array_equal(model(ids), before).item() == entry.parameter.startswith(skipped), entry.parameter
+        unchanged = before[TEXT if path.startswith(TEXT) else "vision"]
+        same = mx.array_equal(output(path), unchanged).item()
+        assert same == entry.parameter.startswith(skipped), entry.parameter
         module[attribute] = kept
-    assert mx.array_equal(model(ids), before).item()
+    assert all(mx.array_equal(output(part), value).item() for part, value in before.items())
 
 
 def test_the_index_of_the_mini_checkpoint_is_read_whole(shards):
     listed = json.loads((MINI / "model.safetensors.index.json").read_text())["weight_map"]
     read = expected_names(shards.config, "mxfp4")
-    assert set(read) == {name for name in listed if not name.startswith(weights.ANOTHER_PART)}
+    assert set(read) == set(listed)

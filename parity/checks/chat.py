@@ -1,0 +1,56 @@
+"""The chat encoding: conversations with the segments of the authors' own code, and calls to be refused (K3.md §14)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+from parity.checks.plan import GOLDEN_IN_REPO, Plan
+from parity.compare import Place, crash_note
+from parity.findings import Finding
+from parity.protocol import Unsupported
+from parity.quantities import Quantity
+
+CHAT = Quantity("chat", "§14")
+
+
+def run(plan: Plan) -> Iterator[Finding]:
+    encode = getattr(plan.port, "chat", None)
+    document = json.loads((GOLDEN_IN_REPO.parent / "chat.json").read_text(encoding="utf-8"))
+    if encode is None:
+        note = "this port has no chat encoding"
+        yield Place("chat", "conversations", "any", seed=plan.seed).finding(CHAT, "chat", "unsupported", note=note)
+        return
+    for name, case in document["cases"].items():
+        yield _conversation(Place("chat", name, "any", seed=plan.seed), encode, case)
+    for name, case in document["errors"].items():
+        yield _refusal(Place("chat", name, "any", seed=plan.seed), encode, case["call"])
+
+
+def _conversation(place: Place, encode, case: dict) -> Finding:
+    try:
+        found = [list(segment) for segment in encode(case["call"])]
+    except Unsupported as reason:
+        return place.finding(CHAT, "segments", "unsupported", note=str(reason))
+    except Exception as error:
+        return place.finding(CHAT, "segments", "error", note=crash_note(error), inputs_agree=True)
+    if found == case["segments"]:
+        return place.finding(CHAT, "segments", "pass", error=0.0, allowed=0.0, inputs_agree=True)
+    first = next((i for i, pair in enumerate(zip(found, case["segments"], strict=False)) if pair[0] != pair[1]), None)
+    if first is None:
+        note = f"{len(found)} segments where {len(case['segments'])} are right"
+    else:
+        note = f"segment {first} is {found[first]!r} where {case['segments'][first]!r} is right"
+    return place.finding(CHAT, "segments", "fail", error=float("inf"), allowed=0.0, inputs_agree=True, note=note)
+
+
+def _refusal(place: Place, encode, call: dict) -> Finding:
+    try:
+        encode(call)
+    except Unsupported as reason:
+        return place.finding(CHAT, "refusal", "unsupported", note=str(reason))
+    except Exception as error:
+        note = crash_note(error)
+        return place.finding(CHAT, "refusal", "pass", error=0.0, allowed=0.0, inputs_agree=True, note=note)
+    note = "accepts a call that must be refused"
+    return place.finding(CHAT, "refusal", "fail", error=float("inf"), allowed=0.0, inputs_agree=True, note=note)
