@@ -16,6 +16,8 @@ the middle. Every exponent is a sum of log-decays, hence ≤ 0.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import mlx.core as mx
 
 from port.linear import wide
@@ -72,22 +74,42 @@ def write_operator(key_products: mx.array, beta: mx.array) -> mx.array:
     return _unit_lower_inverse(beta[..., None] * key_products) * beta[..., None, :]
 
 
-def some_chunks(
-    q: mx.array, k: mx.array, v: mx.array, log_decay: mx.array, beta: mx.array, state: mx.array
-) -> tuple[mx.array, mx.array]:
-    """Carry the state [B, H, D_k, D_v] through n chunks: (o [n, B, H, C, D_v], the state after the last).
+class ChunkTerms(NamedTuple):
+    """What chunks contribute before any state is known; in each, the first three axes are [n, B, H].
 
-    q, k, log_decay [n, B, H, C, D_k], v [n, B, H, C, D_v], beta [n, B, H, C, 1].
+    readers  [.., 2, C, D_k]  K exp(G), then Q exp(G): what meets the state before the chunk
+    M        [.., C, C]       (I + A)⁻¹ diag(β)
+    P        [.., C, C]
+    keys     [.., D_k, C]     (K exp(G_C − G))ᵀ
+    decay    [.., D_k, 1]     exp(G_C)
     """
+
+    readers: mx.array
+    M: mx.array
+    P: mx.array
+    keys: mx.array
+    decay: mx.array
+
+
+def within_chunks(q: mx.array, k: mx.array, log_decay: mx.array, beta: mx.array) -> ChunkTerms:
+    """The terms of n chunks at once. q, k, log_decay [n, B, H, C, D_k], beta [n, B, H, C, 1]."""
     products, readers, keys, decay = decayed_products(mx.stack([k, q], axis=-3), k, log_decay)
     M = write_operator(products[..., 0, :, :], beta[..., 0])
     P = products[..., 1, :, :] + mx.sum(q * k, axis=-1)[..., None] * mx.eye(k.shape[-2])
+    return ChunkTerms(readers, M, P, keys.swapaxes(-1, -2), decay[..., None])
+
+
+def pass_over_chunks(terms: ChunkTerms, v: mx.array, state: mx.array) -> tuple[mx.array, mx.array]:
+    """Carry the state [B, H, D_k, D_v] through n chunks: (o [n, B, H, C, D_v], the state after the last).
+
+    v [n, B, H, C, D_v]. The only sequential part.
+    """
     outputs = []
-    for chunk in range(len(k)):
-        expected, read = (readers[chunk, :, :, which] @ state for which in (0, 1))
-        U = M[chunk] @ (v[chunk] - expected)
-        outputs.append(read + P[chunk] @ U)
-        state = decay[chunk][..., None] * state + keys[chunk].swapaxes(-1, -2) @ U
+    for readers, M, P, keys, decay, V in zip(*terms, v, strict=True):
+        expected, read = readers[..., 0, :, :] @ state, readers[..., 1, :, :] @ state
+        U = M @ (V - expected)
+        outputs.append(read + P @ U)
+        state = decay * state + keys @ U
     return mx.stack(outputs), state
 
 
@@ -114,8 +136,9 @@ def chunked_kda(
     q, k, v, log_decay, beta, state = (wide(x) for x in (q, k, v, log_decay, beta, state))
     outputs = []
     for start in range(0, tokens, stride):
-        inputs = (x[:, start : start + stride] for x in (q, k, v, log_decay, beta[..., None]))
-        o, state = some_chunks(*(into_chunks(x, size) for x in inputs), state)
+        inputs = (x[:, start : start + stride] for x in (q, k, log_decay, beta[..., None], v))
+        *inputs, values = (into_chunks(x, size) for x in inputs)
+        o, state = pass_over_chunks(within_chunks(*inputs), values, state)
         outputs.append(_out_of_chunks(o))
         if tokens > stride:
             mx.eval(state, outputs[-1])
