@@ -88,7 +88,7 @@ class KimiDeltaAttention(nn.Module):
         linear, hidden = text_config.linear_attn_config, text_config.hidden_size
         width = linear.width
         self.text_config = text_config
-        self.form, self.chunk_size = "chunked", 64
+        self.form, self.chunk_size = "chunked", 32
         self.q_proj = Linear(hidden, width)
         self.k_proj = Linear(hidden, width)
         self.v_proj = Linear(hidden, width)

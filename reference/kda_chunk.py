@@ -146,7 +146,8 @@ def chunked_kda(
 
     q, k [B, T, H, D_k] already normalized and q scaled, v [B, T, H, D_v], log_decay [B, T, H, D_k] ≤ 0, beta
     [B, T, H], state [B, H, D_k, D_v] -> o [B, T, H, D_v] and the state after the last token. Any T ≥ 0; nothing
-    given is changed. ``chunk_size`` is rounded up to a power of two; below 1 it is an InputError.
+    given is changed. ``chunk_size`` is rounded up to a power of two; below 1 it is an InputError; 32 was measured the
+    quickest at D = 128. Inputs must be finite: within a chunk, zeros meet later tokens, and 0 · NaN is NaN.
     """
     if chunk_size < 1:
         raise InputError("chunked_kda", "chunk_size", "at least 1", chunk_size, "pass the number of tokens of a chunk")

@@ -8,10 +8,13 @@ from contextlib import AbstractContextManager, nullcontext
 import ml_dtypes
 import numpy as np
 
+from parity.blas import LEND, lend_torch_blas, lender
 from parity.ports.twin import Library, TwinPort
 
 # MLX decides at first use whether float32 products may be rounded to TF32; they may not here.
 os.environ.setdefault("MLX_ENABLE_TF32", "0")
+if os.environ.get(LEND) == "1":
+    lend_torch_blas()
 
 
 class Mlx(Library):
@@ -42,6 +45,7 @@ class Mlx(Library):
         return {
             "mlx": mx.__version__,
             "device": str(mx.default_device()),
+            "matrix product": lender(),
             "MLX_ENABLE_TF32": os.environ["MLX_ENABLE_TF32"],
         }
 

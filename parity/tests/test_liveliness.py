@@ -17,6 +17,7 @@ from fixtures.liveliness import FLIPS, dead_fields, dead_tensors, inert, movemen
 from fixtures.values import tensor
 from reference import moe
 from reference.checkpoint import tensor_specs
+from reference.kda import KimiDeltaAttention
 from reference.taps import Recorder, recording
 from reference.weights import load_model, to_torch
 
@@ -82,6 +83,9 @@ class TextRun(Run):
     def __init__(self, name):
         super().__init__(name, "text")
         self.text = self.model.language_model.model
+        for layer in self.text.layers:
+            if isinstance(layer.self_attn, KimiDeltaAttention):
+                layer.self_attn.form = "recurrent"  # the quicker one on few tokens
         self.ids = torch.from_numpy(text_inputs(self.entry)["input_ids"])
         self.before = self.passing(0, (self.text.embed(self.ids), []))
 

@@ -1,0 +1,66 @@
+"""``k3-parity width``: the twins at K3's own dimensions, part by part."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Annotated
+
+import typer
+
+from parity.cli.common import Json, Seed, stderr, stdout
+from parity.exits import EXIT_AGREE, EXIT_DISAGREE
+
+app = typer.Typer(no_args_is_help=True, help="The twins at K3's own dimensions, part by part.")
+
+
+@app.callback()
+def width() -> None:
+    """The twins at K3's own dimensions, part by part."""
+
+
+@app.command("vision")
+def vision(
+    lend_blas: Annotated[
+        bool,
+        typer.Option(
+            help="Lend torch's matrix product to MLX (Linux): minutes instead of hours, but a fault in it is invisible."
+        ),
+    ] = sys.platform.startswith("linux"),
+    small: Annotated[
+        bool, typer.Option("--small", help="Small pictures: what MLX's own product on Linux can do in minutes.")
+    ] = False,
+    threads: Annotated[int, typer.Option("--threads", min=1)] = 2,
+    seed: Seed = 0,
+    as_json: Json = False,
+) -> None:
+    """Vision tower and projector, 447 M parameters in float32: every block alone and the whole. About 4 GB."""
+    from parity.blas import LEND
+
+    # Read once, when the libraries are loaded.
+    os.environ |= {"OMP_NUM_THREADS": str(threads), "MLX_ENABLE_TF32": "0", LEND: "1" if lend_blas else "0"}
+    from parity.true_width.vision import run
+
+    document = run(seed, small, threads, lambda line: stderr.print(line, highlight=False, markup=False))
+    if as_json:
+        print(json.dumps(document, indent=1))
+    else:
+        _print(document)
+    raise typer.Exit(EXIT_AGREE if document["agree"] else EXIT_DISAGREE)
+
+
+def _print(document: dict) -> None:
+    from rich.table import Table
+
+    table = Table("item", "how", "tap", "relative RMS", "allowed", "")
+    for row in document["rows"]:
+        verdict = "agrees" if row["agrees"] else "DISAGREES"
+        table.add_row(row["item"], row["mode"], row["tap"], f"{row['error']:.2e}", f"{row['limit']:.1e}", verdict)
+    console = stdout()
+    console.print(table)
+    console.print(f"limits: {document['limits']['reason']}", highlight=False)
+    peak, total = document["peak_rss_bytes"] / 1e9, sum(document["seconds"].values())
+    product = document["versions"]["matrix product"]
+    verdict = "agree" if document["agree"] else "disagree"
+    console.print(f"{verdict}: {total:.0f} s, {peak:.1f} GB at most, matrix product: {product}", highlight=False)
