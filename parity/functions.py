@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,29 +22,37 @@ TRUTH_OF = {"kda_chunk.chunked_kda": "kda.recurrent_kda"}
 """Where the truth is another form: the chunked function must equal the recurrence."""
 
 
+class Expected(NamedTuple):
+    """The inputs of one regime with the truth's and the reference's own results; no port takes part in them."""
+
+    drawn: Drawn
+    truth: tuple[np.ndarray, ...]
+    noise: tuple[np.ndarray, ...]
+
+
+@lru_cache(maxsize=1024)
+def expected(case: FunctionCase, regime: str, dtype: str, seed: int) -> Expected:
+    """What every port is measured against, computed once in a process."""
+    drawn = case.drawn(regime, dtype, seed)
+    return Expected(drawn, truth_of(case, drawn), _call(reference_port(), case, drawn, dtype))
+
+
 def function_findings(port: Port, case: FunctionCase, regime: str, dtype: str, seed: int) -> Iterator[Finding]:
     """One finding per result of ``case.function`` on the inputs of ``regime``."""
-    place = Place("modules", case.function, dtype, regime, seed)
-    drawn = case.drawn(regime, dtype, seed)
+    place, what = Place("modules", case.function, dtype, regime, seed), _quantity(case)
+    drawn, truth, noise = expected(case, regime, dtype, seed)
     taps, problem = guarded(
-        place,
-        _quantity(case),
-        case.results[0],
-        lambda: dict(zip(case.results, _call(port, case, drawn, dtype), strict=True)),
+        place, what, case.results[0], lambda: dict(zip(case.results, _call(port, case, drawn, dtype), strict=True))
     )
     if taps is None:
         yield problem
         return
-    truth = truth_of(case, drawn)
-    noise = _call(reference_port(), case, drawn, dtype)
     for name, true, near in zip(case.results, truth, noise, strict=True):
         noise_error = relative_rms(near, true)
         allowed = 0.0 if case.exact else _allowed(case.module, noise_error, stored_dtype(near))
         result = measure(taps[name], true)
         status = "pass" if result["error"] <= allowed else "fail"
-        yield place.finding(
-            _quantity(case), name, status, allowed=allowed, noise=noise_error, inputs_agree=True, **result
-        )
+        yield place.finding(what, name, status, allowed=allowed, noise=noise_error, inputs_agree=True, **result)
 
 
 def truth_of(case: FunctionCase, drawn: Drawn) -> tuple[np.ndarray, ...]:

@@ -19,6 +19,7 @@ from reference.errors import InputError
 CORE_CASES = (
     "mini", "full-bank", "plain-residual", "more-heads", "conv-5", "unbounded", "low-rank-gate", "wide-values",
     "no-linear-beta", "dense-heavy", "groups", "softmax-router", "dense-experts", "kimi-linear",
+    "vision-heads", "vision-positions", "vision-window",
 )  # fmt: skip
 """What ``check`` runs unless told otherwise: together they take every setting both ways; ``--case all`` runs all."""
 EVERY_CASE = "all"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from functools import cached_property
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +18,12 @@ def reference_port() -> Port:
     return PORT
 
 
+@lru_cache(maxsize=24)
+def reference_session(checkpoint: Path, dtype: str) -> Session:
+    """The reference on one checkpoint; no port takes part in it, so a process opens it once."""
+    return reference_port().open(checkpoint, dtype)
+
+
 class Sides:
     """One checkpoint in one dtype, opened on each side when first needed."""
 
@@ -26,13 +32,13 @@ class Sides:
         self._port: Session | Exception | None = None
         self._alone: dict[tuple[str, bytes], Taps] = {}
 
-    @cached_property
+    @property
     def truth(self) -> Session:
-        return reference_port().open(self.checkpoint, "float64")
+        return reference_session(self.checkpoint, "float64")
 
-    @cached_property
+    @property
     def noise(self) -> Session:
-        return reference_port().open(self.checkpoint, self.dtype)
+        return reference_session(self.checkpoint, self.dtype)
 
     @property
     def port(self) -> Session:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -28,7 +29,8 @@ def save_trace(path: Path, taps: Mapping[str, np.ndarray], metadata: Mapping[str
         partial.write_bytes(data)
         partial.replace(path)
     except OSError as error:
-        partial.unlink(missing_ok=True)
+        with suppress(OSError):
+            partial.unlink()
         raise InputError(
             path, "output file", "a place that can be written", error.strerror, "choose another path"
         ) from None

@@ -75,9 +75,9 @@ class K3Model(nn.Module):
         the ids of the same call, so a prompt may come in pieces; the cache counts T' tokens.
 
         Raises InputError as LanguageModel and merged_inputs do, for a mask that holds anything but 0 and 1, for
-        pictures without ids or without grids, and for a placeholder without a picture.
+        pictures without ids or without grids.
         """
-        check_pictures(input_ids, inputs_embeds, pixel_values, grid_thws, self.config.media_placeholder_token_id)
+        check_pictures(input_ids, inputs_embeds, pixel_values, grid_thws)
         if pixel_values is not None:
             inputs_embeds, attention_mask = self.merged_inputs(input_ids, attention_mask, pixel_values, grid_thws)
             input_ids = None
@@ -90,22 +90,14 @@ def check_pictures(
     inputs_embeds: mx.array | None,
     pixel_values: mx.array | None,
     grid_thws: mx.array | None,
-    placeholder_id: int,
 ) -> None:
-    """Raise InputError unless pictures come with their grids and with ids to stand in, and no placeholder without them.
+    """Raise InputError unless pictures come with their grids and with ids to stand in.
 
-    Without pictures a placeholder is a count that does not match (§10): its embedding was never trained to mean one.
+    Without pictures the placeholder's id is one like any other: text and decoding may hold it.
     """
     if (pixel_values is None) != (grid_thws is None):
         given = "pixel_values" if grid_thws is None else "grid_thws"
         raise InputError("inputs", "pixel_values and grid_thws", "both or neither", f"{given} alone", "give both")
-    if pixel_values is not None:
-        if input_ids is None or inputs_embeds is not None:
-            mend = "give the ids with their placeholders, or embeddings into which the features are already merged"
-            raise InputError("inputs", "pixel_values", "input_ids and no inputs_embeds", "embeddings or nothing", mend)
-        return
-    found = None if input_ids is None else np.argwhere(np.asarray(input_ids) == placeholder_id)
-    if found is not None and len(found):
-        subject, place = f"media placeholder ({placeholder_id})", f"{len(found)}, the first at {found[0].tolist()}"
-        mend = "give the pictures too, or take the placeholder out of the text"
-        raise InputError("input_ids", subject, "none without pixel_values", place, mend)
+    if pixel_values is not None and (input_ids is None or inputs_embeds is not None):
+        mend = "give the ids with their placeholders, or embeddings into which the features are already merged"
+        raise InputError("inputs", "pixel_values", "input_ids and no inputs_embeds", "embeddings or nothing", mend)
