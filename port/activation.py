@@ -24,9 +24,9 @@ def situ_glu(gate: mx.array, up: mx.array, beta: float, linear_beta: float | Non
 
 def silu_glu(gate: mx.array, up: mx.array) -> mx.array:
     """``silu(g) · u``, the activation of models without SiTU; gate, up [..., width]."""
-    # In float32: MLX's bfloat16 sigmoid is rounded more than once.
+    # In float32, rounded once: MLX's bfloat16 sigmoid is rounded more than once. The product is in the model's dtype.
     g = wide(gate)
-    return (g * mx.sigmoid(g) * wide(up)).astype(gate.dtype)
+    return (g * mx.sigmoid(g)).astype(gate.dtype) * up
 
 
 def gated_activation(text_config: TextConfig) -> Callable[[mx.array, mx.array], mx.array]:

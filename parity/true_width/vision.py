@@ -35,30 +35,42 @@ SMALL_PICTURES, SMALL_FRAME = ((112, 84), (61, 43)), (56, 28)
 
 DRAWN_AT_ONCE = 1 << 17
 ENDS = ("tower.output", "projector.output")
-SHARED, OWN = "shared product", "own product"
 
 
 class Limit(NamedTuple):
-    """Relative RMS that is allowed, and why."""
+    """Relative RMS that is allowed: a module of the tower alone, the projector alone, the whole; and why."""
 
-    isolated: float
+    tower_module: float
+    projector: float
     end_to_end: float
     reason: str
 
 
-LIMITS = {
-    SHARED: Limit(
-        1e-6,
-        1.5e-6,
-        "both sides use one matrix product; what is left is the rounding of norms, softmax and GELU over 27 blocks",
-    ),
-    OWN: Limit(
-        1.5e-6,
-        4e-6,
-        "MLX's product on Linux sums in order: 1.1e-6 for 4096 products where a blocked sum is at 2.6e-7; each block is"
-        " judged as strictly as the shared product end to end, the two products of the projector come on top",
-    ),
-}
+SHARED = Limit(
+    1e-6,
+    1e-6,
+    1.5e-6,
+    "one matrix product for both sides; what is left is the rounding of norms, softmax and GELU over 27 blocks",
+)
+SHARED_SMALL = SHARED._replace(
+    end_to_end=2.5e-6,
+    reason="one matrix product for both sides; few patches average out less in attention: from float64 the reference is"
+    " 1.3e-6 and the port 1.8e-6 away at the projector",
+)
+OWN = Limit(
+    1.5e-6,
+    2.5e-6,
+    5e-6,
+    "MLX's product on Linux sums in order: 4096 terms come out 1.1e-6 off, in blocks 2.6e-7; the projector has"
+    " two of them in a row; a block alone is judged as strictly as the whole is with one product for both sides",
+)
+
+
+def limit_for(lent: bool, small: bool) -> Limit:
+    """The limits of a run: was the product lent, are the pictures small."""
+    if not lent:
+        return OWN
+    return SHARED_SMALL if small else SHARED
 
 
 class Item(NamedTuple):
@@ -180,7 +192,7 @@ def run(
     del side, taps
 
     versions = REFERENCE.versions() | PORT_UNDER_TEST.versions()
-    limit = LIMITS[SHARED if "lent" in versions["matrix product"] else OWN]
+    limit = limit_for("lent" in versions["matrix product"], small)
     side = port_session(config, weights)
     clock.lap("weights to the port")
     rows = []
@@ -188,7 +200,7 @@ def run(
         found, expected = side.vision(item.pixels, item.grids), truth[item.name]
         rows += [_row(item.name, "chained", name, found, expected, limit.end_to_end) for name in ENDS]
         clock.lap(f"port {item.name}")
-    rows += isolated_rows(side, alone, truth[alone.name], config.vision_config.vt_num_hidden_layers, limit.isolated)
+    rows += isolated_rows(side, alone, truth[alone.name], config.vision_config.vt_num_hidden_layers, limit)
     clock.lap("port, every module alone")
     return {
         "format": 1,
@@ -203,12 +215,12 @@ def run(
     }
 
 
-def isolated_rows(side: TwinSession, item: Item, truth: Taps, blocks: int, limit: float) -> Iterator[Row]:
+def isolated_rows(side: TwinSession, item: Item, truth: Taps, blocks: int, limit: Limit) -> Iterator[Row]:
     """Every module of the tower with the input that it had in the reference."""
     for call in vision_calls(truth, item.pixels, item.grids, "float32", blocks):
-        found = side.module(call)
+        found, allowed = side.module(call), limit.projector if call.kind == "projector" else limit.tower_module
         for name in found:
-            yield _row(item.name, "isolated", name, found, truth, limit)
+            yield _row(item.name, "isolated", name, found, truth, allowed)
 
 
 def _row(item: str, mode: str, name: str, found: Taps, truth: Taps, limit: float) -> Row:
