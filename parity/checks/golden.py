@@ -14,7 +14,7 @@ from parity.arrays import stored_dtype
 from parity.chained import EMBEDDING
 from parity.checks.plan import GOLDEN_IN_REPO, Plan
 from parity.compare import Place, choice_finding, guarded
-from parity.compare_traces import trace_findings, yardstick_for
+from parity.compare_traces import Yardstick, trace_findings, yardstick_for
 from parity.findings import Finding, measure
 from parity.isolate import isolated_calls
 from parity.metrics import relative_rms
@@ -29,6 +29,7 @@ from parity.tracing import load_inputs, trace_port
 from reference.config import K3Config, TextConfig
 
 RUN = "prefill/"
+INPUTS = "inputs.safetensors"
 WHOLE = {"kda.output": "kda", "mla.output": "mla"}
 PARTS_OF = {whole: part for part, whole in WHOLE.items()}
 
@@ -42,7 +43,7 @@ def run(plan: Plan) -> Iterator[Finding]:
             continue
         yield from isolated(plan, folder, dtype)
         place = Place("golden", folder.name, dtype)
-        inputs = load_inputs(folder / "inputs.safetensors")
+        inputs = load_inputs(folder / INPUTS)
         traced: list = []
         _, problem = guarded(
             place,
@@ -71,7 +72,7 @@ def isolated(plan: Plan, folder: Path, dtype: str) -> Iterator[Finding]:
     golden, _ = load_trace(folder / f"trace-{dtype}.safetensors")
     golden = {name.removeprefix(RUN): array for name, array in golden.items() if name.startswith(RUN)}
     sides = plan.sides_at(folder, dtype)
-    ids = load_inputs(folder / "inputs.safetensors")["text.input_ids"]
+    ids = load_inputs(folder / INPUTS)["text.input_ids"]
     embedding = sides.truth.module(ModuleCall("embed", None, {"input_ids": ids}))[EMBEDDING]
     place = Place("golden", folder.name, dtype, "isolated")
     for call in isolated_calls(text, golden, dtype, embedding):
@@ -118,8 +119,20 @@ def anchor(plan: Plan) -> Iterator[Finding]:
     reference = reference_port()
     if plan.port.name == reference.name:
         return
-    for finding in isolated(replace(plan, port=reference, opened={}), GOLDEN_IN_REPO, "float32"):
+    findings = [*isolated(replace(plan, port=reference, opened={}), GOLDEN_IN_REPO, "float32"), *_anchored_pictures()]
+    for finding in findings:
         yield finding.model_copy(update={"check": "anchor", "module": f"reference: {finding.module}"})
+
+
+def _anchored_pictures() -> Iterator[Finding]:
+    """The reference's tower, projector and merge against the authors' float32."""
+    file = GOLDEN_IN_REPO / "trace-float32.safetensors"
+    golden = {name: array for name, array in load_trace(file)[0].items() if name.startswith(("vision/", "mm/"))}
+    found, metadata = trace_port(reference_port(), GOLDEN_IN_REPO, load_inputs(GOLDEN_IN_REPO / INPUTS), "float32")
+    text = K3Config.from_file(GOLDEN_IN_REPO).text_config
+    masks = {"mm": golden["mm/attention_mask"].astype(bool)}
+    yardstick = Yardstick({}, {}, masks, text, False, "the golden trace alone")
+    yield from trace_findings(GOLDEN_IN_REPO.name, "float32", found, metadata, golden, yardstick)
 
 
 def _value(place, what, name, found, truth, noise, golden) -> Finding:
