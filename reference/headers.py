@@ -32,8 +32,8 @@ class Stored(NamedTuple):
     end: int
 
 
-def read_indexed(folder: Path, index: Path) -> dict[str, Stored]:
-    """Every tensor of a sharded checkpoint; index and shards must name the same tensors, and total_size must hold."""
+def read_indexed(folder: Path, index: Path) -> tuple[dict[str, Stored], dict[str, Any]]:
+    """Every tensor of a sharded checkpoint, and the index; index and shards must name the same tensors."""
     content = parse_object(read_bytes(index), index)
     weight_map = content.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
@@ -54,8 +54,7 @@ def read_indexed(folder: Path, index: Path) -> dict[str, Stored]:
         if name not in headers[shard]:
             raise InputError(folder / shard, name, f"the tensor that {INDEX} places here", "nothing", FETCH_AGAIN)
         stored[name] = headers[shard][name]
-    check_total_size(content, stored, index)
-    return stored
+    return stored, content
 
 
 def check_total_size(content: dict[str, Any], stored: dict[str, Stored], index: Path) -> None:

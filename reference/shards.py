@@ -15,7 +15,7 @@ import numpy as np
 from reference.checkpoint import TensorSpec, expert_format_of, tensor_specs
 from reference.config import K3Config
 from reference.errors import InputError
-from reference.headers import FETCH_AGAIN, INDEX, SINGLE, Stored, inside, read_header, read_indexed
+from reference.headers import FETCH_AGAIN, INDEX, SINGLE, Stored, check_total_size, inside, read_header, read_indexed
 from reference.mxfp4 import NAN_SCALE
 
 NUMPY_DTYPES = {"BF16": np.dtype(ml_dtypes.bfloat16), "F32": np.dtype("<f4"), "U8": np.dtype(np.uint8)}
@@ -37,18 +37,20 @@ class Shards:
         if not self.folder.is_dir():
             raise InputError(folder, "folder", "a checkpoint folder", "no such folder", "check the path")
         self.config = K3Config.from_file(self.folder / "config.json")
-        listing = self.folder / INDEX
+        listing, content = self.folder / INDEX, None
         if not listing.exists() and (self.folder / SINGLE).exists():
             listing = self.folder / SINGLE
             self._stored = read_header(inside(self.folder, SINGLE, listing))
         else:
-            self._stored = read_indexed(self.folder, listing)
+            self._stored, content = read_indexed(self.folder, listing)
         self.expert_format = expert_format_of(self._stored)
         specs = tensor_specs(self.config, self.expert_format, self.folder / "config.json")
         self.specs: dict[str, TensorSpec] = {spec.name: spec for spec in specs}
         self.names = tuple(self.specs)
         self.total_size = sum(spec.nbytes for spec in self.specs.values())
         check_against_specs(self._stored, self.specs, listing)
+        if content is not None:
+            check_total_size(content, self._stored, listing)
         self._maps: dict[Path, np.memmap] = {}
 
     def file_of(self, name: str) -> Path:

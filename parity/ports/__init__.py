@@ -22,6 +22,11 @@ def load_port(name: str) -> Port:
     if not separator:
         raise InputError("--port", name, known, name, "name a port")
     try:
-        return getattr(importlib.import_module(module), attribute)
+        port = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
         raise InputError("--port", name, known, error, "check the name, or install what it needs") from None
+    for method in ("name", "capabilities", "versions", "open", "call"):
+        if not hasattr(port, method):
+            found = f"{type(port).__name__} without {method!r}"
+            raise InputError("--port", name, "an object with what parity/protocol.py asks of a port", found, "add it")
+    return port

@@ -72,6 +72,7 @@ def test_check_with_a_folder_that_is_no_golden_case(tmp_path: Path, part: str):
     [
         (["check", "--port", "nonesuch"], ["--port", "nonesuch"]),
         (["check", "--port", "nonesuch:PORT"], ["--port", "nonesuch"]),
+        (["check", "--port", "json:dumps"], ["--port", "json:dumps", "parity/protocol.py"]),
         (["check", "--port", "traces:/nonesuch"], ["/nonesuch", "no such folder"]),
         (["check", "--case", "nonesuch"], ["nonesuch"]),
         (["check", "--check", "nonesuch"], ["nonesuch"]),

@@ -163,6 +163,12 @@ def test_a_shard_may_be_a_symbolic_link(folder, tmp_path_factory):
     assert all(shards.read(name) is not None for name in shards.names if shards.file_of(name).name == SHARDS[0])
 
 
+def test_a_tensor_that_is_nowhere_is_named_before_the_total(folder):
+    """Shard and index agree with one another and lack it both: the total is off too, but says less."""
+    edit_index(folder, lambda index: index["weight_map"].pop("mm_projector.post_norm.weight"))
+    refused(folder, "mm_projector.post_norm.weight")
+
+
 def test_another_known_dtype_is_named_with_its_tensor(folder):
     def halves(header):
         header[NORM]["dtype"] = "F16"
