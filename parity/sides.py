@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
@@ -63,9 +62,3 @@ class Sides:
         if key not in self._alone:
             self._alone[key] = getattr(self, side).run([Step(input_ids=ids)])[0]
         return self._alone[key]
-
-
-def one_thread_per_worker() -> None:
-    """Under pytest-xdist every worker computes on one thread; call before torch is imported."""
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        os.environ["OMP_NUM_THREADS"] = "1"
