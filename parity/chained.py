@@ -16,7 +16,7 @@ from parity.findings import Finding, measure
 from parity.metrics import relative_rms
 from parity.protocol import Step, Taps
 from parity.quantities import TEXT_MODEL, TOP_TAPS, computed_order, quantity
-from parity.routing import INDICES, compare_choice, router_taps
+from parity.routing import INDICES, SCORES, compare_choice, router_taps, scores_at_ties
 from parity.sides import Sides
 from parity.tolerance import CHAINED
 from reference.config import TextConfig
@@ -95,10 +95,8 @@ def rows_alone(sides: Sides, side: str, batch: Batch, imposed: Taps | None = Non
     return layout
 
 
-def chained_findings(
-    place: Place, sides: Sides, text: TextConfig, batch: Batch, only: tuple[str, ...] | None = None
-) -> Iterator[Finding]:
-    """Run ``batch`` on the port and judge every tap (or those that end with one of ``only``) against rows alone."""
+def chained_findings(place: Place, sides: Sides, text: TextConfig, batch: Batch) -> Iterator[Finding]:
+    """Run ``batch`` on the port and judge every tap against rows alone."""
     truth = rows_alone(sides, "truth", batch)
     embeddings = None
     if batch.fill is not None:
@@ -110,8 +108,8 @@ def chained_findings(
         yield problem
         return
     noise = rows_alone(sides, "noise", batch)
-    choices = {}
     routers = [name for name in router_taps(truth) if name in found]
+    choices = dict(_choices(batch, truth, noise, found, routers))
     if not all(_same_experts(batch, truth[name], side[name]) for name in routers for side in (found, noise)):
         routing = {name: _valid_everywhere(batch, truth[name]) for name in routers}
         pieces = [
@@ -120,13 +118,13 @@ def chained_findings(
         noise = rows_alone(sides, "noise", batch, routing)
         choices = dict(_choices(batch, truth, noise, found, routers))
         found = batch.join(sides.port.run(steps, pieces))
-    yield from _judge(place, text, batch, found, truth, noise, choices, only)
+    yield from _judge(place, text, batch, found, truth, noise, choices)
 
 
-def _judge(place, text, batch, found, truth, noise, choices, only) -> Iterator[Finding]:
+def _judge(place, text, batch, found, truth, noise, choices) -> Iterator[Finding]:
     upstream_failed = False
     for name in sorted(truth, key=lambda tap: computed_order(text, tap)):
-        if name.endswith(NOT_COMPARED) or (only and not name.endswith(only)):
+        if name.endswith(NOT_COMPARED):
             continue
         if batch.fill is not None and name == EMBEDDING:
             continue
@@ -136,18 +134,20 @@ def _judge(place, text, batch, found, truth, noise, choices, only) -> Iterator[F
         elif name not in found:
             finding = place.finding(what, name, "fail", note="the port does not show this tap")
         else:
-            finding = _value(place, what, name, batch, found, truth, noise)
+            finding = _value(place, what, name, batch, found, truth, noise, choices)
         yield finding.model_copy(update={"inputs_agree": not upstream_failed})
         upstream_failed = upstream_failed or finding.status == "fail"
 
 
-def _value(place, what, name, batch, found, truth, noise) -> Finding:
+def _value(place, what, name, batch, found, truth, noise, choices) -> Finding:
     if name.endswith(PER_SEQUENCE):
         port, true, near = found[name], truth[name], noise[name]
     elif found[name].shape != truth[name].shape:
         port, true, near = found[name], truth[name], truth[name]
     else:
         port, true, near = (side[name][batch.mask] for side in (found, truth, noise))
+    if choice := choices.get(name.removesuffix(SCORES) + INDICES):
+        port, near = (scores_at_ties(side, true, choice.forgiven) for side in (port, near))
     noise_error = relative_rms(near, true)
     exact = name.endswith(INDICES)
     allowed = 0.0 if exact else CHAINED.allowed(place.dtype, noise_error, stored_dtype(near))

@@ -13,7 +13,7 @@ from parity.findings import Finding, measure
 from parity.metrics import relative_rms
 from parity.protocol import ModuleCall, Taps, Unsupported
 from parity.quantities import Quantity, computed_order, inputs_agree, quantity
-from parity.routing import INDICES, MARGIN, Choice, compare_choice, same_choices
+from parity.routing import INDICES, MARGIN, SCORES, Choice, compare_choice, same_choices, scores_at_ties
 from parity.sides import Sides
 from parity.tolerance import ISOLATED
 from reference.config import TextConfig
@@ -84,7 +84,8 @@ def isolated_findings(
         if name == indices and choice is not None:
             finding = choice_finding(place, what, name, choice)
         else:
-            finding = value_finding(place, what, name, found, truth, noise)
+            tied = choice if choice and name.endswith(SCORES) else None
+            finding = value_finding(place, what, name, found, truth, noise, tied)
         yield finding.model_copy(update={"inputs_agree": inputs_agree(text, name, wrong)})
         wrong += [name] if finding.status == "fail" else []
 
@@ -101,11 +102,17 @@ def choice_finding(place: Place, what: Quantity, name: str, choice: Choice) -> F
     return place.finding(what, name, "fail", error=float("inf"), allowed=0.0, ties=ties, note=note)
 
 
-def value_finding(place: Place, what: Quantity, name: str, found: Taps, truth: Taps, noise: Taps) -> Finding:
+def value_finding(
+    place: Place, what: Quantity, name: str, found: Taps, truth: Taps, noise: Taps, tied: Choice | None = None
+) -> Finding:
+    """``tied`` is given for router scores: what the router chose, and where another mask is as right."""
     if name not in found:
         return place.finding(what, name, "fail", note="the port does not show this tap")
-    noise_error = relative_rms(noise[name], truth[name])
-    allowed = ISOLATED[what.module].allowed(place.dtype, noise_error, stored_dtype(noise[name]))
-    result = measure(found[name], np.asarray(truth[name]))
+    port, near, true = found[name], noise[name], np.asarray(truth[name])
+    if tied is not None and port.shape == true.shape:
+        port, near = (scores_at_ties(side, true, tied.forgiven) for side in (port, near))
+    noise_error = relative_rms(near, true)
+    allowed = ISOLATED[what.module].allowed(place.dtype, noise_error, stored_dtype(near))
+    result = measure(port, true)
     status = "pass" if result["error"] <= allowed else "fail"
     return place.finding(what, name, status, allowed=allowed, noise=noise_error, **result)

@@ -126,7 +126,7 @@ def _choice(tap: str, found: Taps, golden: Taps, yardstick: Yardstick) -> Choice
     if yardstick.measured and tap in yardstick.truth:
         return compare_choice(found[tap], yardstick.truth, yardstick.noise, tap)
     differs = (np.sort(found[tap]) != np.sort(golden[tap])).any(axis=-1)
-    return Choice(np.flatnonzero(differs), np.zeros(0, int), np.full(differs.shape, np.nan), 0.0)
+    return Choice(np.flatnonzero(differs), np.zeros(0, int), np.full(differs.shape, np.nan), 0.0, ~differs)
 
 
 def _quantity(text: TextConfig | None, name: str) -> Quantity:

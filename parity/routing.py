@@ -21,12 +21,14 @@ SCORE_NOISE_FACTOR = 4.0
 
 
 class Choice(NamedTuple):
-    """``wrong`` and ``tied`` are the flat token numbers whose experts differ from the truth's."""
+    """``wrong`` and ``tied`` are the flat token numbers whose experts differ from the truth's; ``forgiven`` [N] says
+    at which tokens they may."""
 
     wrong: np.ndarray
     tied: np.ndarray
     margin: np.ndarray
     threshold: float
+    forgiven: np.ndarray
 
 
 def router_taps(taps: Mapping[str, np.ndarray]) -> list[str]:
@@ -63,4 +65,12 @@ def compare_choice(found: np.ndarray, truth: Taps, noise: Taps, name: str, excus
     forgiven = margin <= threshold
     if excused is not None:
         forgiven = forgiven | excused
-    return Choice(np.flatnonzero(differs & ~forgiven), np.flatnonzero(differs & forgiven), margin, threshold)
+    wrong, tied = np.flatnonzero(differs & ~forgiven), np.flatnonzero(differs & forgiven)
+    return Choice(wrong, tied, margin, threshold, forgiven)
+
+
+def scores_at_ties(scores: np.ndarray, truth: np.ndarray, forgiven: np.ndarray) -> np.ndarray:
+    """``scores`` [N, E] with the truth's value where, at a forgiven token, only one of the two is masked by −inf: a tie
+    between two expert groups shows in the mask, and either mask is right."""
+    other_mask = (np.isfinite(scores) != np.isfinite(truth)) & forgiven[:, None]
+    return np.where(other_mask, truth.astype(scores.dtype), scores)

@@ -1,15 +1,13 @@
-"""Prefill and decode, in several splits, against one full pass: logits of every token and the final states."""
+"""Prefill and decode, in several splits, against one full pass, at every tap."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from parity.chained import LOGITS, PER_SEQUENCE, Batch, chained_findings
+from parity.chained import Batch, chained_findings
 from parity.checks.plan import Plan
 from parity.compare import Place
 from parity.findings import Finding
-
-SHOWN = (LOGITS, PER_SEQUENCE, "router.indices")
 
 
 def splits(tokens: int) -> dict[str, list[int]]:
@@ -27,4 +25,4 @@ def run(plan: Plan) -> Iterator[Finding]:
         ids = case.tokens()
         for name, pieces in splits(ids.shape[1]).items():
             place = Place("decode", case.name, dtype, name, plan.seed, False)
-            yield from chained_findings(place, plan.sides(case, dtype), case.text, Batch(ids, None, pieces), SHOWN)
+            yield from chained_findings(place, plan.sides(case, dtype), case.text, Batch(ids, None, pieces))

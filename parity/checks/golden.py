@@ -10,9 +10,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+
 from parity.arrays import stored_dtype
 from parity.chained import EMBEDDING
-from parity.checks.plan import GOLDEN_IN_REPO, Plan
+from parity.checks import decode, padding
+from parity.checks.plan import GOLDEN_IN_REPO, Plan, case_named
 from parity.compare import Place, choice_finding, guarded
 from parity.compare_traces import Yardstick, trace_findings, yardstick_for
 from parity.findings import Finding, measure
@@ -114,25 +117,37 @@ def whole_module(what: Quantity) -> Quantity:
 def anchor(plan: Plan) -> Iterator[Finding]:
     """The reference itself against the authors' float32, module by module: the truth must not be its own judge.
 
-    It takes part whatever port is under test; where the reference is that port, the golden check already says it.
+    And its own caches and masks against its single pass, which is all that other checks take for true. It takes part
+    whatever port is under test; where the reference is that port, the golden check already says it.
     """
     reference = reference_port()
     if plan.port.name == reference.name:
         return
-    findings = [*isolated(replace(plan, port=reference, opened={}), GOLDEN_IN_REPO, "float32"), *_anchored_pictures()]
-    for finding in findings:
+    own = replace(plan, port=reference, opened={}, cases=(case_named("mini", plan.seed),), dtypes=("float32",))
+    for finding in (
+        *isolated(own, GOLDEN_IN_REPO, "float32"),
+        *_anchored_passes(),
+        *decode.run(own),
+        *padding.run(own),
+    ):
         yield finding.model_copy(update={"check": "anchor", "module": f"reference: {finding.module}"})
 
 
-def _anchored_pictures() -> Iterator[Finding]:
-    """The reference's tower, projector and merge against the authors' float32."""
-    file = GOLDEN_IN_REPO / "trace-float32.safetensors"
-    golden = {name: array for name, array in load_trace(file)[0].items() if name.startswith(("vision/", "mm/"))}
-    found, metadata = trace_port(reference_port(), GOLDEN_IN_REPO, load_inputs(GOLDEN_IN_REPO / INPUTS), "float32")
+def _anchored_passes() -> Iterator[Finding]:
+    """The reference's whole passes against the authors' float32: text, decoding, padding, pictures."""
+    golden, _ = load_trace(GOLDEN_IN_REPO / "trace-float32.safetensors")
+    inputs = load_inputs(GOLDEN_IN_REPO / INPUTS)
+    found, metadata = trace_port(reference_port(), GOLDEN_IN_REPO, inputs, "float32")
     text = K3Config.from_file(GOLDEN_IN_REPO).text_config
-    masks = {"mm": golden["mm/attention_mask"].astype(bool)}
+    masks = {run: mask.astype(bool) for run, mask in _masks(inputs, golden)}
     yardstick = Yardstick({}, {}, masks, text, False, "the golden trace alone")
     yield from trace_findings(GOLDEN_IN_REPO.name, "float32", found, metadata, golden, yardstick)
+
+
+def _masks(inputs: Taps, golden: Taps) -> Iterator[tuple[str, np.ndarray]]:
+    """(run, mask) of the runs with positions that mean nothing."""
+    yield "padded", inputs["padded.attention_mask"]
+    yield "mm", golden["mm/attention_mask"]
 
 
 def _value(place, what, name, found, truth, noise, golden) -> Finding:

@@ -6,12 +6,11 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from parity.chained import LOGITS, PER_SEQUENCE, Batch, chained_findings
+from parity.chained import Batch, chained_findings
 from parity.checks.plan import TOKENS, Plan
 from parity.compare import Place
 from parity.findings import Finding
 
-SHOWN = (LOGITS, PER_SEQUENCE, "router.indices")
 LENGTHS = (TOKENS, 1, 2, 7)
 """One row without padding, two shorter than a convolution window, one ordinary."""
 
@@ -53,4 +52,4 @@ def run(plan: Plan) -> Iterator[Finding]:
         for name, (side, pieces, fill) in VARIANTS.items():
             place = Place("padding", case.name, dtype, name, plan.seed, False)
             batch = Batch(placed(rows, mask(side)), mask(side), pieces, fill)
-            yield from chained_findings(place, plan.sides(case, dtype), case.text, batch, SHOWN)
+            yield from chained_findings(place, plan.sides(case, dtype), case.text, batch)

@@ -22,6 +22,18 @@ def wrong_eps(original, package):
     return lambda x, weight, eps: original(x, weight, 2.0**-7)
 
 
+def forgotten(original, package):
+    return lambda x, state, lengths: 0 * original(x, state, lengths)
+
+
+def counted_from_one(original, package):
+    return lambda layer, block_size: original(layer + 1, block_size)
+
+
+def padding_seen(original, package):
+    return lambda key_mask, new_tokens: original(key_mask | True, new_tokens)
+
+
 @pytest.mark.parametrize(
     "wrong, module",
     [
@@ -38,3 +50,21 @@ def test_a_wrong_reference_is_named(wrong: Fault, module: str):
         assert module in blamed("golden", "reference")
     assert not blamed("anchor", "mlx")
     assert reference.vision.VISION_NORM_EPS < 2e-7
+
+
+@pytest.mark.parametrize(
+    "wrong, module",
+    [
+        (
+            Fault("F90", "short_conv", "the window is not kept", "", {"short_conv.next_conv_state": forgotten}),
+            "short_conv",
+        ),
+        (Fault("F91", "attn_res", "blocks from layer 1", "", {"attn_res.starts_block": counted_from_one}), "attn_res"),
+        (Fault("F92", "mla", "padding is a key", "", {"mla.allowed_keys": padding_seen}), "mla.attention"),
+    ],
+    ids=["conv-window", "blocks", "padding"],
+)
+def test_what_only_a_whole_pass_shows(wrong: Fault, module: str):
+    """Caches, masks and the block bank: no module alone, on a given input, can feel them."""
+    with wrong.applied("reference"):
+        assert f"reference: {module}" in blamed("anchor", "mlx")
