@@ -48,7 +48,8 @@ class Coverage:
 
     @property
     def matched(self) -> int:
-        return self.expected - sum(kind == "missing" for kind, _, _ in self.problems)
+        """How many tensors are there as they should be."""
+        return self.expected - len({name for kind, name, _ in self.problems if kind in ("missing", "shape", "dtype")})
 
 
 def load_config(source: str) -> K3Config:
@@ -78,12 +79,15 @@ def load_index(path: Path) -> dict[str, Any]:
     except (OSError, EOFError, ValueError, zlib.error, RecursionError) as error:
         raise InputError(path, "content", "a JSON index, plain or gzipped", error, "fetch the file again") from None
     weight_map = document.get("weight_map") if isinstance(document, dict) else None
-    if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
-        raise InputError(
-            path, "weight_map", "tensor name -> shard file", type(weight_map).__name__, "give a safetensors index"
-        )
-    total = document.get("metadata", {}).get("total_size") if isinstance(document.get("metadata", {}), dict) else None
-    if not isinstance(total, int):
+    if not isinstance(weight_map, dict):
+        found = "no weight_map" if isinstance(document, dict) else type(document).__name__
+        raise InputError(path, "weight_map", "tensor name -> shard file", found, "give a safetensors index")
+    for name, shard in weight_map.items():
+        if not isinstance(shard, str):
+            raise InputError(path, name, "the name of a shard file", repr(shard), "fetch the index again")
+    metadata = document.get("metadata")
+    total = metadata.get("total_size") if isinstance(metadata, dict) else None
+    if type(total) is not int:
         raise InputError(path, "metadata.total_size", "an integer", repr(total), "give a safetensors index")
     return {"weight_map": weight_map, "total_size": total}
 

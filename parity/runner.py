@@ -39,12 +39,17 @@ def run_checks(
     progress: Callable[[str], None] = lambda text: None,
 ) -> Report:
     """Run the named checks and collect every finding; ``regime`` keeps only one regime's."""
-    started, findings = time.monotonic(), []
+    started, findings, regimes = time.monotonic(), [], set()
     for name in checks:
         progress(name)
         for finding in _own_data_is_good(plan, name):
+            regimes.add(finding.regime)
             if regime is None or finding.regime == regime:
                 findings.append(finding.model_copy(update={"command": repeat_command(plan, finding)}))
+    if regimes and not findings:
+        raise InputError(
+            "--regime", regime, f"one of {', '.join(sorted(regimes))}", regime, "name a regime of these checks"
+        )
     return Report(
         port=plan.port.name,
         header=header(plan.port, plan.dtypes, plan.seed),

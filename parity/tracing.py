@@ -26,7 +26,9 @@ def load_inputs(path: Path) -> dict[str, np.ndarray]:
     """The arrays of an ``inputs.safetensors``; raises InputError if none of the text inputs are in it."""
     inputs, _ = load_arrays(path)
     if not any(all(name in inputs for name in names) for names in NEEDED.values()):
-        raise InputError(path, "content", "text.input_ids or padded.input_ids", sorted(inputs), "give an inputs file")
+        raise InputError(
+            path, "content", "text.input_ids or padded.input_ids", f"{len(inputs)} other tensors", "give an inputs file"
+        )
     return inputs
 
 
