@@ -19,13 +19,17 @@ from typing import Any
 from parity.protocol import Port
 from reference.errors import InputError
 
+CALL = "__call__"
+"""What MLX calls a module's ``forward``."""
+
 
 @dataclass(frozen=True)
 class Fault:
     """``patches`` maps a target to ``patch(original, package)``, which gives the wrong function; ``module`` is where it
     must be caught. A target that one twin does not have is left out there.
 
-    ``numbers`` maps ``module.CONSTANT`` to a wrong value, for faults that are no more than that.
+    ``numbers`` maps ``module.CONSTANT`` to a wrong value, for faults that are no more than that. ``also`` names modules
+    that read what went wrong before ``module`` shows it; ``case`` is a catalogue case that can feel the fault.
     """
 
     id: str
@@ -34,6 +38,8 @@ class Fault:
     shows: str
     patches: Mapping[str, Callable[[Callable, str], Callable]] = field(default_factory=dict)
     numbers: Mapping[str, Any] = field(default_factory=dict)
+    also: tuple[str, ...] = ()
+    case: str = "mini"
 
     @contextmanager
     def applied(self, package: str) -> Iterator[None]:
@@ -52,18 +58,22 @@ class Fault:
 
 
 def _patched(package: str, target: str, patch: Callable[[Callable, str], Callable]) -> list[tuple[Any, str, Any]]:
+    """Put ``patch`` in force; what the port borrows from the reference is patched there."""
     module, *path = target.split(".")
     if importlib.util.find_spec(f"{package}.{module}") is None:
-        return []
+        if importlib.util.find_spec(f"reference.{module}") is None:
+            return []
+        package = "reference"
     owner: Any = importlib.import_module(f"{package}.{module}")
     for part in path[:-1]:
         owner = getattr(owner, part)
-    original = getattr(owner, path[-1], None)
+    name = CALL if inspect.isclass(owner) and path[-1] == "forward" and not hasattr(owner, "forward") else path[-1]
+    original = getattr(owner, name, None)
     if original is None:
         return []
     wrong = wraps(original)(patch(original, package))
     if inspect.isclass(owner):
-        return _set(owner, path[-1], wrong)
+        return _set(owner, name, wrong)
     undo = []
     for holder in _modules(package):
         for name, value in list(vars(holder).items()):
@@ -157,5 +167,5 @@ def fault(id: str) -> Fault:
 
     known = {item.id: item for item in FAULTS}
     if id not in known:
-        raise InputError("fault", id, f"one of {', '.join(known)}", id, "see parity/fault_catalogue.py")
+        raise InputError("fault", id, f"one of {', '.join(known)}", id, "see k3-parity faults list")
     return known[id]

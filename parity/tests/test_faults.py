@@ -2,59 +2,75 @@
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 
-from parity.checks import CHECKS, Plan
-from parity.checks.plan import case_named
 from parity.fault_catalogue import FAULTS
-from parity.faults import Fault, FaultyPort, fault
-from parity.findings import Finding, Report
-from parity.ports import load_port
+from parity.faults import Fault, fault
+from parity.kill_matrix import PACKAGES, kill
 
-CASES = {"router": "groups"}
-"""The case that can feel a module's faults, where it is not ``mini``."""
-CHECKED = ("coverage", "modules", "layers", "end_to_end", "padding")
-PACKAGES = {"reference": "reference", "mlx": "port"}
+QUICK = tuple(FAULTS[::5])
+"""A part of every module's faults; all of them are asked by ``k3-parity faults run`` and under the marker slow."""
 
 
-def report(port, module: str, dtype: str) -> Report:
-    """The checks that need no golden case; the first that fails says enough."""
-    plan = Plan(port, (case_named(CASES.get(module, "mini")),), (dtype,))
-    findings: list[Finding] = []
-    for name in CHECKED:
-        findings += CHECKS[name](plan)
-        if any(finding.status == "fail" for finding in findings):
-            break
-    return Report(port=port.name, header={}, findings=tuple(findings), seconds=0.0)
+def assert_caught(item: Fault, port: str, dtype: str) -> None:
+    result = kill(item, port, dtype)
+    assert result.status == "caught", f"{item.id} ({item.claim}): {result.status}, named {result.named or 'nothing'}"
 
 
-@pytest.mark.parametrize("name", PACKAGES)
+@pytest.mark.parametrize("item", QUICK, ids=lambda item: item.id)
+def test_fault_is_caught_at_its_module(item: Fault):
+    assert_caught(item, "mlx", "float32")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("port", PACKAGES)
 @pytest.mark.parametrize("item", FAULTS, ids=lambda item: item.id)
-def test_fault_is_caught_at_its_module(item: Fault, name: str):
-    result = report(FaultyPort(load_port(name), PACKAGES[name], [item]), item.module, "float32")
-    assert result.exit_code == 1
-    assert item.module in {finding.module for finding in result.sources}
+def test_every_fault_is_caught_in_both_twins(item: Fault, port: str):
+    assert_caught(item, port, "float32")
 
 
-@pytest.mark.parametrize("name", PACKAGES)
-def test_no_fault_no_alarm(name: str):
-    faultless = FaultyPort(load_port(name), PACKAGES[name], [])
-    for module in ("kda.gate", "router"):
-        assert report(faultless, module, "float32").exit_code == 0
+@pytest.mark.parametrize("port", PACKAGES)
+def test_no_fault_no_alarm(port: str):
+    """The checks and cases of the matrix say nothing about the right implementation."""
+    for module in ("kda.gate", "projector", "image_processor", "chat"):
+        faultless = Fault("none", module, "", "", {})
+        assert kill(faultless, port, "float32").status == "unseen"
 
 
-def test_faults_leave_nothing_behind():
-    import reference.kda
+def test_faults_are_many_and_told_apart():
+    assert len(FAULTS) >= 70
+    assert len({item.id for item in FAULTS}) == len({item.claim for item in FAULTS}) == len(FAULTS)
+    assert all(item.patches or item.numbers for item in FAULTS)
 
-    before = dict(vars(reference.kda))
-    with fault("F01").applied("reference"):
-        assert reference.kda.log_decay is not before["log_decay"]
-    assert dict(vars(reference.kda)) == before
+
+@pytest.mark.parametrize("item", FAULTS, ids=lambda item: item.id)
+@pytest.mark.parametrize("package", PACKAGES.values())
+def test_faults_change_something_and_leave_nothing_behind(item: Fault, package: str):
+    before = snapshot()
+    with item.applied(package):
+        assert snapshot() != before, "no target of this fault exists"
+    assert snapshot() == before
+
+
+def snapshot() -> dict[tuple[str, str], int]:
+    """What every name of the modules and classes that faults reach into stands for."""
+    seen = {}
+    for name in sorted({target.split(".")[0] for item in FAULTS for target in (*item.patches, *item.numbers)}):
+        for package in ("reference", "port"):
+            try:
+                module = importlib.import_module(f"{package}.{name}")
+            except ModuleNotFoundError:
+                continue
+            for key, value in vars(module).items():
+                seen[module.__name__, key] = id(value)
+                if isinstance(value, type) and value.__module__.startswith(("reference", "port")):
+                    seen |= {(f"{module.__name__}.{key}", own): id(it) for own, it in vars(value).items()}
+    return seen
 
 
 def test_fault_is_in_force_for_the_port_only():
     """The truth comes from the same package: a fault that leaked into it would be invisible."""
-    port = FaultyPort(load_port("reference"), "reference", [fault("F02")])
-    result = report(port, "kda.gate", "float32")
-    assert {finding.module for finding in result.sources} == {"kda.gate"}
-    assert report(load_port("reference"), "kda.gate", "float32").exit_code == 0
+    result = kill(fault("F02"), "reference", "float32")
+    assert result.named == ("kda.gate",)
