@@ -43,9 +43,23 @@ def test_check_agrees():
     assert "agree" in done.stderr
 
 
-def test_nothing_compared_is_exit_5():
-    done = k3_parity("check", "--port", "mlx", "--check", "modules", "--regime", "no-such-regime")
+def test_nothing_compared_is_exit_5(tmp_path: Path):
+    (tmp_path / "mute_port.py").write_text(
+        "from parity.ports import load_port\n"
+        "class Mute:\n"
+        "    name, chat = 'mute', None\n"
+        "    def __getattr__(self, name): return getattr(load_port('reference'), name)\n"
+        "PORT = Mute()\n"
+    )
+    done = k3_parity("check", "--port", "mute_port:PORT", "--check", "chat", PYTHONPATH=f"{tmp_path}:{ROOT}")
     assert done.returncode == 5, done.stderr
+    assert "unsupported" in done.stderr
+
+
+def test_unknown_regime_is_named():
+    done = k3_parity("check", "--port", "mlx", "--check", "modules", "--regime", "no-such-regime")
+    assert done.returncode == 2
+    assert "no-such-regime" in done.stderr and "alike-keys" in done.stderr
 
 
 def test_a_port_that_crashes_is_exit_3(tmp_path: Path):
