@@ -47,6 +47,11 @@ class Kill(NamedTuple):
     looks_like: tuple[str, ...] = ()
 
     @property
+    def times(self) -> float:
+        """How many times over the limit; infinite where something exact is wrong."""
+        return self.error / self.allowed if self.allowed else float("inf")
+
+    @property
     def named_first(self) -> bool:
         """Whether the diagnosis puts this fault first."""
         return self.looks_like == (self.fault,)

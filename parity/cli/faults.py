@@ -116,6 +116,36 @@ def run(
     raise typer.Exit(EXIT_AGREE if all(kill.accounted for kill in kills) else EXIT_DISAGREE)
 
 
+@app.command("benign")
+def benign(
+    seeds: Annotated[int, typer.Option("--seeds", min=1, help="How many seeds, from 0.")] = 20,
+    dtype: Annotated[list[str] | None, typer.Option("--dtype", help="float32 or bfloat16; both unless given.")] = None,
+    workers: Annotated[int, typer.Option("--workers", envvar="K3_PARITY_WORKERS", min=1, help="Processes.")] = 2,
+    as_json: Json = False,
+) -> None:
+    """Put each change that is no fault into the MLX port and run the checks: none may be reported.
+
+    Exit codes: 0 none is, 1 one is, 2 bad input.
+    """
+    from parity.benign import BENIGN, all_judged
+
+    dtypes = known("--dtype", dtype, ("float32", "bfloat16"))
+    total = seeds * len(dtypes) * len(BENIGN)
+    verdicts = list(
+        track(all_judged(range(seeds), dtypes, workers), "benign changes", total, console=stderr, transient=True)
+    )
+    reported = [verdict for verdict in verdicts if verdict.reports]
+    if as_json:
+        print(json.dumps([verdict._asdict() for verdict in verdicts], indent=1, ensure_ascii=False))
+    else:
+        for verdict in reported:
+            line = f"{verdict.change} {verdict.claim}, {verdict.dtype}, seed {verdict.seed}: {verdict.reports[0]}"
+            stdout().print(line, highlight=False, soft_wrap=True)
+    text = f"{len(BENIGN)} changes, {seeds} seeds, {' and '.join(dtypes)}: {len(reported)} of {len(verdicts)} reported"
+    stderr.print(text, highlight=False)
+    raise typer.Exit(EXIT_DISAGREE if reported else EXIT_AGREE)
+
+
 def known(option: str, given: list[str] | None, able: tuple[str, ...]) -> tuple[str, ...]:
     for name in given or ():
         if name not in able:

@@ -15,6 +15,7 @@ from parity.cli import (
     compare,
     coverage,
     diagnose,
+    explain,
     faults,
     fixture,
     image,
@@ -35,6 +36,7 @@ app.command("check")(check.check)
 app.command("trace")(trace.trace)
 app.command("compare")(compare.compare)
 app.command("diagnose")(diagnose.diagnose)
+app.command("explain")(explain.explain)
 app.command("coverage")(coverage.coverage)
 app.command("chat")(chat.chat)
 app.command("image")(image.image)

@@ -155,6 +155,7 @@ FAULTS: tuple[Fault, ...] = (
         "the weights of the mix may be bfloat16",
         "small",
         {"attn_res.mix_weights": result(rounded_to_bfloat16)},
+        hidden="the mix itself is rounded to bfloat16: weights rounded before it add no more than that",
     ),
     Fault(
         "F51",
@@ -177,6 +178,7 @@ FAULTS: tuple[Fault, ...] = (
         "every norm's epsilon is 1e-6",
         "only rows of tiny size",
         {"norm.rms_norm": given(eps=1e-6)},
+        also=("latent_moe",),
     ),
     Fault(
         "F51d",
