@@ -7,7 +7,7 @@ import sys
 
 import typer
 
-from parity.cli import audit, bench, chat, check, compare, coverage, fixture, image, trace, width
+from parity.cli import audit, bench, chat, check, compare, convert, coverage, fixture, image, trace, width
 from parity.cli.common import stderr
 from parity.exits import EXIT_USAGE
 from reference.errors import InputError
@@ -22,6 +22,7 @@ app.command("check")(check.check)
 app.command("trace")(trace.trace)
 app.command("compare")(compare.compare)
 app.command("coverage")(coverage.coverage)
+app.command("convert")(convert.convert)
 app.command("chat")(chat.chat)
 app.command("image")(image.image)
 app.command("audit")(audit.audit)
