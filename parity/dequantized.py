@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -79,15 +79,35 @@ class Folder:
             return affine_weights(weight, scales, self.array(f"{module}.biases")[place])
         return unpack(np.ascontiguousarray(weight).view(np.uint8), scales)
 
-    def source_matrix(self, name: str) -> np.ndarray:
-        """What the source calls ``name`` (a name of the reference with dense experts), float64."""
+    def reach(self, module: str, expert: int | None = None) -> np.ndarray | None:
+        """How far requantizing may move each weight, float64 [..., out, in]; None if the module is not affine.
+
+        Half a step between two codes where a code is near; up to a whole one at the far end of a group, since MLX puts
+        the nearer end and zero exactly on codes; and what rounding scale and bias to bfloat16 adds, 2^-9 of each.
+        """
+        if f"{module}.biases" not in self:
+            return None
+        place = slice(None) if expert is None else expert
+        words, scales = (self.array(f"{module}.{part}")[place] for part in ("weight", "scales"))
+        levels = 2 ** (32 * words.shape[-1] // (GROUP * scales.shape[-1])) - 1
+        steps = np.repeat(np.abs(scales.astype(np.float64)), GROUP, axis=-1)
+        return steps * (1 + 2 * levels * 2.0**-9)
+
+    def in_source_layout(self, name: str, of: Callable[..., np.ndarray | None]) -> np.ndarray | None:
+        """``of`` (``matrix`` or ``reach``) what the source calls ``name``: a matrix's name, experts' as dense ones."""
         if match := EXPERT.fullmatch(name):
-            return self.matrix(f"{match[1]}switch_mlp.{STACKS[match[3]]}", int(match[2]))
+            return of(f"{match[1]}switch_mlp.{STACKS[match[3]]}", int(match[2]))
         module = name.removesuffix(".weight")
         if module.endswith(".kv_b_proj") and name not in self:
-            keys, values = (self.matrix(module.replace("kv_b_proj", part)) for part in ("embed_q", "unembed_out"))
+            keys, values = (of(module.replace("kv_b_proj", part)) for part in ("embed_q", "unembed_out"))
             return np.concatenate([keys.swapaxes(1, 2), values], axis=1).reshape(-1, keys.shape[1])
-        return self.matrix(module) if name.endswith(".weight") else self.array(name).astype(np.float64)
+        return of(module)
+
+    def source_matrix(self, name: str) -> np.ndarray:
+        """What the source calls ``name`` (a name of the reference with dense experts), float64."""
+        if name.endswith(".weight"):
+            return self.in_source_layout(name, self.matrix)
+        return self.array(name).astype(np.float64)
 
 
 def reference_session(folder: Path, dtype: str) -> TwinSession:

@@ -35,7 +35,8 @@ def dequantize_mxfp4(packed: np.ndarray, scale: np.ndarray) -> np.ndarray:
     if largest == NAN_SCALE:
         raise ValueError("a scale byte of 255, which is NaN")
     weights = np.take(_BYTE_VALUES, packed).view(np.float32).reshape(len(packed), -1, GROUP)
-    weights *= np.ldexp(np.float32(1), scale.astype(np.int32) - SCALE_BIAS)[..., None]
+    with np.errstate(over="ignore"):
+        weights *= np.ldexp(np.float32(1), scale.astype(np.int32) - SCALE_BIAS)[..., None]
     if largest > LARGEST_SCALE and not np.isfinite(weights).all():
         raise ValueError("a weight that overflows float32")
     return weights.reshape(len(packed), -1)

@@ -2,7 +2,8 @@
 
 The folder is read twice: by the port, and by ``parity.dequantized``, which shares nothing with the converter, as the
 truth and the noise. So a wrong name, order, group, mode or bit shows in the logits, and the first wrong tap is named.
-MXFP4 experts and everything that a tier leaves alone must moreover be the source's bytes.
+And against the source: MXFP4 experts and everything that a tier leaves alone must be its bytes, requantized weights
+nowhere further off than their codes are apart.
 """
 
 from __future__ import annotations
@@ -28,12 +29,16 @@ from parity.quantities import Quantity
 from parity.requantization import BANDS, expert_error
 from parity.sides import Sides
 from parity.tolerance import GOLDEN_CHAINED_FLOAT32
+from reference.mxfp4 import unpack
 from reference.shards import Shards
 
 CONVERTER = Quantity("converter", "§15")
 TIERS = ("mxfp4", *BANDS)
 DTYPE = "float32"
 """A bfloat16 model rounds its inputs the same whatever holds the weights; modules and layers are checked elsewhere."""
+
+TINY = 1e-30
+"""A group of equal weights has steps of size 0, and must be exact."""
 
 
 class ConvertedSides(Sides):
@@ -87,7 +92,10 @@ def round_trip(port: Port, place: Place, entry: Entry, source: Path) -> Iterator
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch, place.regime)
         convert(source, folder, place.regime, sync=False)
-        yield bytes_finding(place, Shards(source), Folder(folder))
+        before, after = Shards(source), Folder(folder)
+        yield bytes_finding(place, before, after)
+        if place.regime != "mxfp4":
+            yield weights_finding(place, before, after)
         ids = token_ids(entry, "converter.input_ids", (BATCH, TOKENS), place.seed)
         sides = ConvertedSides(port, folder, DTYPE)
         yield from chained_findings(place, sides, entry.parsed.text_config, Batch(ids, None, [TOKENS]))
@@ -109,6 +117,34 @@ def bytes_finding(place: Place, source: Shards, result: Folder) -> Finding:
     status = "fail" if wrong or not compared else "pass"
     error = float("inf") if wrong else 0.0
     return place.finding(CONVERTER, "bytes", status, error=error, allowed=0.0, note=note, inputs_agree=True)
+
+
+def weights_finding(place: Place, source: Shards, result: Folder) -> Finding:
+    """How far the worst requantized weight is from the source's, in units of what requantizing may cost it.
+
+    Beyond that the weight is another one's.
+    """
+    worst, where = 0.0, ""
+    for name in source.names:
+        matrix = name.replace(".weight_packed", ".weight")
+        reach = result.in_source_layout(matrix, result.reach) if matrix.endswith(".weight") else None
+        if reach is None:
+            continue
+        moved = np.abs(result.source_matrix(matrix) - source_weights(name, source)) / np.maximum(reach, TINY)
+        if not where or not moved.max() <= worst:
+            worst, where = float(moved.max()), matrix
+    status = "pass" if where and worst <= 1 else "fail"
+    return place.finding(
+        CONVERTER, "weights", status, error=worst, allowed=1.0, note=f"the worst is in {where}", inputs_agree=True
+    )
+
+
+def source_weights(name: str, source: Shards) -> np.ndarray:
+    """float64 [out, in]."""
+    array = source.read(name)
+    if name.endswith(".weight_packed"):
+        return unpack(array, source.read(name.replace("weight_packed", "weight_scale")))
+    return array.astype(np.float64)
 
 
 def stored_bytes(name: str, result: Folder) -> np.ndarray | None:
