@@ -126,6 +126,15 @@ def test_a_quantized_kv_b_is_read_as_two_maps(tmp_path: Path):
 
 
 @pytest.mark.parametrize("tier", TIERS)
+def test_a_pruned_folder_is_a_model_like_any_other(tier: str, tmp_path: Path):
+    item = widened(entry("mini"))
+    plan = {layer: [7, 0, 5, 2, 3] for layer in (1, 2, 3, 4)}
+    folder = converted(item, tier, tmp_path / "out", plan=plan)
+    ids = token_ids(item, "peers.input_ids", (2, 24))
+    assert relative_rms(theirs(folder, ids), ours(folder, ids)) <= ALLOWED
+
+
+@pytest.mark.parametrize("tier", TIERS)
 def test_mlx_vlm_loads_the_whole_model(tier: str, tmp_path: Path):
     """Vision tower and projector in the source's bf16, bit for bit; text logits as ours; processor files carried."""
     pytest.importorskip("mlx_vlm")
