@@ -68,7 +68,8 @@ class ModuleCall:
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What a port can be asked. ``taps`` None means every tap of the reference; ``forms`` are equal ways to compute."""
+    """What a port can be asked. ``taps`` None means every tap of the reference; ``forms`` are equal ways to compute.
+    ``converted``: the port also opens folders that ``k3-parity convert`` wrote."""
 
     dtypes: tuple[str, ...]
     runs: tuple[str, ...] = RUNS
@@ -77,6 +78,7 @@ class Capabilities:
     taps: frozenset[str] | None = None
     forms: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     imposes_routing: bool = True
+    converted: bool = False
 
 
 class Session(Protocol):

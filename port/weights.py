@@ -12,6 +12,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 
 from port.cache import DTYPES
 from port.model import K3Model
+from port.output_config import is_converted
 from port.weight_table import Entry, table
 from reference.checkpoint import ExpertFormat
 from reference.config import K3Config
@@ -50,10 +51,15 @@ def expected_names(config: K3Config, expert_format: ExpertFormat) -> list[str]:
 def load_model(folder: str | Path, dtype: str = "float32") -> K3Model:
     """The model of a checkpoint folder, in eval mode; ``dtype`` "float32" or "bfloat16".
 
-    Raises InputError, in one line naming file and tensor, for everything that is wrong with the folder.
+    A folder that ``convert`` wrote is loaded with its quantized weights (``converted.py``). Raises InputError, in one
+    line naming file and tensor, for everything that is wrong with the folder.
     """
     if dtype not in DTYPES:
         raise InputError("load_model", "dtype", " or ".join(DTYPES), repr(dtype), "choose one of them")
+    if is_converted(folder):
+        from port.converted import load_converted
+
+        return load_converted(folder, dtype)
     reader = CheckpointReader(folder)
     config, expert_format = reader.shards.config, reader.shards.expert_format
     _check_sources(expected_names(config, expert_format), reader.shards.names, folder)

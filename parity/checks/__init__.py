@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 from parity.checks import (
     chat,
+    converter,
     coverage,
     decode,
     end_to_end,
@@ -35,6 +36,7 @@ CHECKS: dict[str, Callable[[Plan], Iterator[Finding]]] = {
     "multimodal": multimodal.run,
     "processor": processor.run,
     "chat": chat.run,
+    "converter": converter.run,
 }
 PARTS: dict[str, tuple[str, ...]] = {
     "text": ("coverage", "twins", "anchor", "golden", "modules", "layers", "end_to_end", "decode", "padding"),
@@ -42,6 +44,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "multimodal": ("golden", "multimodal"),
     "processor": ("processor",),
     "chat": ("chat",),
+    "converter": ("converter",),
 }
 """What belongs to which part of the model."""
 

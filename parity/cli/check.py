@@ -26,7 +26,9 @@ def check(
     checks: Annotated[
         list[str] | None, typer.Option("--check", help="One kind of check, e.g. layers; may be given again.")
     ] = None,
-    part: Annotated[str, typer.Option("--part", help="text, vision, multimodal, processor, chat or all.")] = "all",
+    part: Annotated[
+        str, typer.Option("--part", help="text, vision, multimodal, processor, chat, converter or all.")
+    ] = "all",
     golden: Annotated[
         Path | None,
         typer.Option(

@@ -13,6 +13,7 @@ from parity.cli import (
     chat,
     check,
     compare,
+    convert,
     coverage,
     diagnose,
     explain,
@@ -38,6 +39,7 @@ app.command("compare")(compare.compare)
 app.command("diagnose")(diagnose.diagnose)
 app.command("explain")(explain.explain)
 app.command("coverage")(coverage.coverage)
+app.command("convert")(convert.convert)
 app.command("chat")(chat.chat)
 app.command("image")(image.image)
 app.command("audit")(audit.audit)

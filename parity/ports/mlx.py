@@ -50,4 +50,10 @@ class Mlx(Library):
         }
 
 
-PORT = TwinPort("mlx", "port", Mlx())
+class MlxPort(TwinPort):
+    """The MLX port also opens what the converter writes."""
+
+    converted = True
+
+
+PORT = MlxPort("mlx", "port", Mlx())

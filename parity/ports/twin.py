@@ -174,6 +174,7 @@ class TwinPort:
     """``reference`` or ``port`` as a port under test."""
 
     dtypes: ClassVar[tuple[str, ...]] = ("float32", "bfloat16")
+    converted: ClassVar[bool] = False
 
     def __init__(self, name: str, package: str, library: Library) -> None:
         self.name, self.package, self.library = name, package, library
@@ -182,7 +183,7 @@ class TwinPort:
         return importlib.import_module(f"{self.package}.{name}")
 
     def capabilities(self) -> Capabilities:
-        return Capabilities(dtypes=self.dtypes, functions=FUNCTIONS, forms=FORMS)
+        return Capabilities(dtypes=self.dtypes, functions=FUNCTIONS, forms=FORMS, converted=self.converted)
 
     def versions(self) -> dict[str, str]:
         where = Path(importlib.import_module(self.package).__file__).parent
