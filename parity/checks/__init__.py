@@ -15,6 +15,7 @@ from parity.checks import (
     multimodal,
     padding,
     processor,
+    tokenizer,
     twins,
     vision,
 )
@@ -35,13 +36,14 @@ CHECKS: dict[str, Callable[[Plan], Iterator[Finding]]] = {
     "multimodal": multimodal.run,
     "processor": processor.run,
     "chat": chat.run,
+    "tokenizer": tokenizer.run,
 }
 PARTS: dict[str, tuple[str, ...]] = {
     "text": ("coverage", "twins", "anchor", "golden", "modules", "layers", "end_to_end", "decode", "padding"),
     "vision": ("coverage", "golden", "vision"),
     "multimodal": ("golden", "multimodal"),
     "processor": ("processor",),
-    "chat": ("chat",),
+    "chat": ("chat", "tokenizer"),
 }
 """What belongs to which part of the model."""
 
