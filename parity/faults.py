@@ -50,7 +50,8 @@ class Fault:
         try:
             for name, value in self.numbers.items():
                 module, constant = name.split(".")
-                undo += _set(importlib.import_module(f"{package}.{module}"), constant, value)
+                owner = "reference" if borrowed(package, module) else package
+                undo += _set(importlib.import_module(f"{owner}.{module}"), constant, value)
             for target, patch in self.patches.items():
                 undo += _patched(package, target, patch)
             yield
@@ -59,11 +60,16 @@ class Fault:
                 setattr(owner, name, value)
 
 
+def borrowed(package: str, module: str) -> bool:
+    """Whether ``package`` has no such module of its own and uses the reference's."""
+    return not importlib.util.find_spec(f"{package}.{module}") and bool(importlib.util.find_spec(f"reference.{module}"))
+
+
 def _patched(package: str, target: str, patch: Callable[[Callable, str], Callable]) -> list[tuple[Any, str, Any]]:
     """Put ``patch`` in force; what the port borrows from the reference is patched there."""
     module, *path = target.split(".")
     if importlib.util.find_spec(f"{package}.{module}") is None:
-        if importlib.util.find_spec(f"reference.{module}") is None:
+        if not borrowed(package, module):
             return []
         package = "reference"
     owner: Any = importlib.import_module(f"{package}.{module}")
@@ -137,6 +143,10 @@ class FaultyPort:
     def chat(self, call):
         with self._in_force():
             return self.inner.chat(call)
+
+    def tokenize(self, folder, segments):
+        with self._in_force():
+            return self.inner.tokenize(folder, segments)
 
     @contextmanager
     def _in_force(self) -> Iterator[None]:

@@ -24,6 +24,7 @@ PICTURES = ("vision", "multimodal")
 BY_MODULE = {
     "vision.patch_embed": PICTURES, "vision.attention": PICTURES, "vision.block": PICTURES, "vision.merge": PICTURES,
     "projector": PICTURES, "merge": PICTURES, "image_processor": ("processor",), "chat": ("chat",),
+    "tokenizer": ("tokenizer",),
 }  # fmt: skip
 """The checks that can feel a module, in the order in which they are asked; the first that fails says enough."""
 

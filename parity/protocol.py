@@ -16,6 +16,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 Taps = dict[str, np.ndarray]
+Segments = Sequence[tuple[str, bool]]
 TextKind = Literal["embed", "attention_input", "self_attn", "mlp_input", "mlp", "output", "lm_head"]
 VisionKind = Literal["patch_embed", "vision_block", "vision_merge", "projector"]
 Kind = TextKind | VisionKind
@@ -128,9 +129,10 @@ class Port(Protocol):
     ) -> tuple[np.ndarray, ...]:
         """Evaluate ``module.function`` on arrays that come in the dtype to compute in; the results as a tuple."""
 
-    # Two more methods that a port may have; without them these parts are unsupported:
+    # Three more methods that a port may have; without them these parts are unsupported:
     # picture(pixels [h, w, 3] uint8) -> {"pixel_values": [L, 3, p, p], "tokens": int, "prompt": str}
     # chat(call: dict of keyword arguments, as in fixtures/golden/chat.json) -> [(text, is_markup), …], or any exception
+    # tokenize(folder with tiktoken.model and tokenizer_config.json, [(text, is_markup), …]) -> [id, …]
 
 
 class Unsupported(Exception):

@@ -20,8 +20,10 @@ from reference.taps import tap
 
 # The norms are built without an eps. The authors' run takes float32's machine epsilon in float32 and bfloat16 alike.
 VISION_NORM_EPS = 1.1920929e-7
-# Rows of queries that are scored at once. It bounds memory on large pictures and changes nothing else.
-QUERY_ROWS = 512
+# Rows of queries that are scored at once. It bounds memory on large pictures and changes nothing else; few rows stay in
+# the processor's cache.
+QUERY_ROWS = 128
+LOG2_E = math.log2(math.e)
 
 
 def norm_rounded_once(x: mx.array, weight: mx.array, eps: float) -> mx.array:
@@ -31,14 +33,39 @@ def norm_rounded_once(x: mx.array, weight: mx.array, eps: float) -> mx.array:
     tower's (§3) rounds first. In bfloat16 the two differ in one value out of four; in float32 they are the same.
     """
     values = wide(x)
-    return (values * mx.rsqrt(values.square().mean(-1, keepdims=True) + eps) * wide(weight)).astype(x.dtype)
+    mean_square = row_sum(values.square()) / x.shape[-1]
+    return (values * mx.rsqrt(mean_square + eps) * wide(weight)).astype(x.dtype)
+
+
+def row_sum(x: mx.array) -> mx.array:
+    """Sum over the last axis, which stays: [..., n] -> [..., 1], as a product with ones.
+
+    On Linux ``mx.sum`` and ``mx.softmax`` add up one after the other, 1e-6 off over a thousand terms; a good matrix
+    product does not.
+    """
+    return x @ mx.ones((x.shape[-1], 1), x.dtype)
 
 
 def gelu_tanh(x: mx.array) -> mx.array:
-    """GELU in its tanh form: ``x/2 · (1 + tanh(√(2/π) · (x + 0.044715 x³)))`` (§9)."""
+    """GELU in its tanh form: ``x/2 · (1 + tanh(y))``, ``y = √(2/π) · (x + 0.044715 x³)`` (§9).
+
+    Computed as ``x / (1 + e^(−2y))``, which is the same function.
+    """
     values = wide(x)
     inner = math.sqrt(2 / math.pi) * (values + 0.044715 * values * values * values)
-    return (0.5 * values * (1 + mx.tanh(inner))).astype(x.dtype)
+    return (values / (1 + exponential(-2 * inner))).astype(x.dtype)
+
+
+def exponential(x: mx.array) -> mx.array:
+    """``e^x`` as a power of two: on Linux MLX takes 5 ns for an element's power, 13 for its exp and 16 for its tanh."""
+    return mx.power(2.0, x * LOG2_E)
+
+
+def softmax(scores: mx.array) -> mx.array:
+    """Softmax over the last axis in wide precision, rounded once to ``scores``' dtype."""
+    values = wide(scores)
+    powers = exponential(values - values.max(-1, keepdims=True))
+    return (powers / row_sum(powers)).astype(scores.dtype)
 
 
 def patch_embedding(patches: mx.array, weight: mx.array) -> mx.array:
@@ -53,12 +80,12 @@ def item_attention(q: mx.array, k: mx.array, v: mx.array) -> mx.array:
     piece, so that one piece's scores are gone before the next one's are made.
     """
     scale = q.shape[-1] ** -0.5
-    q, k, v = q.swapaxes(0, 1), k.swapaxes(0, 1), v.swapaxes(0, 1)
+    # contiguous, or every product would copy k and v again
+    q, k, v = (mx.contiguous(heads.swapaxes(0, 1)) for heads in (q, k, v))
     outputs = []
     for rows in mx.split(q, range(QUERY_ROWS, q.shape[1], QUERY_ROWS), axis=1):
         scores = rows @ k.swapaxes(1, 2) * scale
-        weights = mx.softmax(scores, axis=-1, precise=True)
-        outputs.append(weights @ v)
+        outputs.append(softmax(scores) @ v)
         mx.eval(outputs[-1])
     return mx.concatenate(outputs, axis=1).swapaxes(0, 1).flatten(1)
 

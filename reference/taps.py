@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, TypeVar
 
 Value = TypeVar("Value")
@@ -22,18 +23,18 @@ class Recorder:
         self.imposed = dict(imposed or {})
 
 
-_active: Recorder | None = None
+# of this thread alone: two models may compute at once
+_active: ContextVar[Recorder | None] = ContextVar("active", default=None)
 
 
 @contextmanager
 def recording(recorder: Recorder) -> Iterator[Recorder]:
-    """Within the block every tap reports to ``recorder``; blocks nest, the innermost one listens."""
-    global _active
-    previous, _active = _active, recorder
+    """Within the block every tap of this thread reports to ``recorder``; blocks nest, the innermost one listens."""
+    previous = _active.set(recorder)
     try:
         yield recorder
     finally:
-        _active = previous
+        _active.reset(previous)
 
 
 def name_modules(root: Any) -> None:
@@ -50,18 +51,17 @@ def tap_name(module: Any, what: str) -> str:
 
 def listening() -> bool:
     """Whether a recorder is active; a value that is made for a tap alone need not be made otherwise."""
-    return _active is not None
+    return _active.get() is not None
 
 
 def tap(module: Any, what: str, value: Value) -> Value:
     """Show ``value`` under the name ``what`` and hand it back unchanged."""
-    if _active is not None:
-        _active.values[tap_name(module, what)] = value
+    if (recorder := _active.get()) is not None:
+        recorder.values[tap_name(module, what)] = value
     return value
 
 
 def imposed(module: Any, what: str) -> Any | None:
     """The value that the harness wants ``module`` to use for ``what``, or None (the ordinary case)."""
-    if _active is None:
-        return None
-    return _active.imposed.get(tap_name(module, what))
+    recorder = _active.get()
+    return None if recorder is None else recorder.imposed.get(tap_name(module, what))

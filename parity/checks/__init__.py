@@ -16,6 +16,7 @@ from parity.checks import (
     multimodal,
     padding,
     processor,
+    tokenizer,
     twins,
     vision,
 )
@@ -36,6 +37,7 @@ CHECKS: dict[str, Callable[[Plan], Iterator[Finding]]] = {
     "multimodal": multimodal.run,
     "processor": processor.run,
     "chat": chat.run,
+    "tokenizer": tokenizer.run,
     "converter": converter.run,
 }
 PARTS: dict[str, tuple[str, ...]] = {
@@ -43,7 +45,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "vision": ("coverage", "golden", "vision"),
     "multimodal": ("golden", "multimodal"),
     "processor": ("processor",),
-    "chat": ("chat",),
+    "chat": ("chat", "tokenizer"),
     "converter": ("converter",),
 }
 """What belongs to which part of the model."""

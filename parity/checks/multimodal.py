@@ -11,6 +11,7 @@ from parity.checks.plan import Case, Plan
 from parity.checks.vision import distinct_towers
 from parity.compare import Place
 from parity.findings import Finding
+from parity.protocol import Session, Taps, Unsupported
 from parity.tracing import load_inputs
 
 COMPARED = ("merged_embeds", "attention_mask", "position_ids", "logits")
@@ -36,8 +37,20 @@ def merged_findings(plan: Plan, case: Case, dtype: str, regime: str, ids, mask, 
     place = Place("multimodal", case.name, dtype, regime, plan.seed, isolated=False)
     truth = sides.truth.multimodal(ids, mask, *pictures)
     real = truth["attention_mask"].astype(bool)
-    computed = (lambda side=side: side().multimodal(ids, mask, *pictures, routing(truth)) for side in sides.two)
+    inputs = (ids, mask, *pictures)
+    computed = (lambda side=side: with_routing(side(), inputs, routing(truth)) for side in sides.two)
     yield from chain_findings(place, case.text, {name: truth[name] for name in COMPARED}, *computed, real=real)
+
+
+def with_routing(session: Session, inputs: tuple[np.ndarray, ...], imposed: Taps) -> Taps:
+    """The pass with the truth's routing. A port that merges to another length cannot take it: then its own routing
+    shows that length, which says what is wrong."""
+    try:
+        return session.multimodal(*inputs, imposed)
+    except Unsupported:
+        raise
+    except Exception:
+        return session.multimodal(*inputs)
 
 
 def routing(truth) -> dict[str, np.ndarray]:

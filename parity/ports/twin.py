@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from parity.arrays import cast
-from parity.protocol import VISION_KINDS, Capabilities, ModuleCall, Step, Taps, Unsupported
+from parity.protocol import VISION_KINDS, Capabilities, ModuleCall, Segments, Step, Taps, Unsupported
 from parity.quantities import TEXT_MODEL
 from reference.config import K3Config
 from reference.taps import Recorder, recording, tap
@@ -209,6 +209,10 @@ class TwinPort:
     def chat(self, call: Mapping[str, Any]) -> list[tuple[str, bool]]:
         """The chat encoding, shared like the image processor."""
         return importlib.import_module("reference.chat").encode_conversation(**call)
+
+    def tokenize(self, folder: Path, segments: Segments) -> list[int]:
+        """The tokenizer, shared too."""
+        return importlib.import_module("reference.tokenizer").Tokenizer.from_folder(folder).encode_segments(segments)
 
     def call(
         self, function: str, arrays: Mapping[str, np.ndarray | None], settings: Mapping[str, Any]

@@ -32,6 +32,6 @@ def test_twins(port):
     judge(Plan(port), "twins")
 
 
-@pytest.mark.parametrize("part", ["processor", "chat", "anchor"])
+@pytest.mark.parametrize("part", ["processor", "chat", "tokenizer", "anchor"])
 def test_part(part, port):
     judge(Plan(port), part)

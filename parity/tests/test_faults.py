@@ -35,7 +35,7 @@ def test_every_fault_is_caught_in_both_twins(item: Fault, port: str):
 @pytest.mark.parametrize("port", PACKAGES)
 def test_no_fault_no_alarm(port: str):
     """The checks and cases of the matrix say nothing about the right implementation."""
-    for module in ("kda.gate", "projector", "image_processor", "chat"):
+    for module in ("kda.gate", "projector", "image_processor", "chat", "tokenizer"):
         faultless = Fault("none", module, "", "", {})
         assert kill(faultless, port, "float32").status == "unseen"
 

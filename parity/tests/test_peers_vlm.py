@@ -7,6 +7,7 @@ without a configured background it drops the alpha channel instead of compositin
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -18,8 +19,10 @@ from PIL import Image
 from fixtures import tokenizer_files
 from fixtures.build import cached
 from fixtures.catalogue import entry
+from parity.checks.chat import OWN
 from parity.metrics import relative_rms
 from parity.true_width.vision import picture
+from reference.chat import encode_conversation
 from reference.image_processor import ImageProcessor, MediaConfig
 from reference.tokenizer import Tokenizer
 
@@ -122,6 +125,19 @@ def test_token_ids_are_equal(tokenizers, text: str):
         assert ours.encode(text) == plain
         markup = theirs.encode(text, add_special_tokens=False, split_special_tokens=False)
         assert ours.encode_segments([(text, True)]) == markup
+
+
+CONVERSATIONS = json.loads(OWN.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("name", CONVERSATIONS)
+def test_conversations_give_the_same_segments(name: str):
+    """Tool results that no id matches among them: they name themselves before their position does."""
+    from mlx_vlm.models.kimi_k3.encoding_k3 import build_chat_segments
+
+    call = CONVERSATIONS[name]
+    theirs = [(segment.text, segment.allow_special) for segment in build_chat_segments(**call)]
+    assert encode_conversation(**call) == theirs
 
 
 @pytest.fixture(scope="module")
