@@ -52,6 +52,11 @@ class Sides:
         return self._port
 
     @property
+    def shown(self) -> frozenset[str] | None:
+        """The taps that the port declares for this checkpoint; None if all of them."""
+        return getattr(self.port, "taps", self.port_under_test.capabilities().taps)
+
+    @property
     def two(self) -> tuple[Callable[[], Session], Callable[[], Session]]:
         """The port and the reference in the same dtype, opened when called: what is measured against the truth."""
         return (lambda: self.port), (lambda: self.noise)

@@ -37,7 +37,8 @@ def merged_findings(plan: Plan, case: Case, dtype: str, regime: str, ids, mask, 
     truth = sides.truth.multimodal(ids, mask, *pictures)
     real = truth["attention_mask"].astype(bool)
     computed = (lambda side=side: side().multimodal(ids, mask, *pictures, routing(truth)) for side in sides.two)
-    yield from chain_findings(place, case.text, {name: truth[name] for name in COMPARED}, *computed, real=real)
+    compared, shown = {name: truth[name] for name in COMPARED}, plan.port.capabilities().taps
+    yield from chain_findings(place, case.text, compared, *computed, real=real, shown=shown)
 
 
 def routing(truth) -> dict[str, np.ndarray]:

@@ -7,7 +7,11 @@ import importlib
 from parity.protocol import Port
 from reference.errors import InputError
 
-BUILT_IN = {"reference": "parity.ports.reference:PORT", "mlx": "parity.ports.mlx:PORT"}
+BUILT_IN = {
+    "reference": "parity.ports.reference:PORT",
+    "mlx": "parity.ports.mlx:PORT",
+    "mlx_lm": "parity.ports.mlx_lm:PORT",
+}
 
 
 def load_port(name: str) -> Port:
