@@ -145,7 +145,7 @@ class TreeSession:
 
     @property
     def taps(self) -> frozenset[str] | None:
-        """What is shown on this checkpoint, after the last computation; it may be less than the port shows elsewhere."""
+        """What the last computation on this checkpoint could show; it may be less than the port shows elsewhere."""
         shown = self.port.shown(self.text)
         return None if shown is None else shown - self._unseen
 

@@ -51,10 +51,23 @@ def as_released(folder: Path) -> Iterator[Path]:
         yield Path(scratch)
 
 
+class CpuMlx(Mlx):
+    """On a CPU MLX gathers expert weights in float32 only: bfloat16 experts that are not packed cannot run there."""
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            if "only supports float32" in str(error):
+                raise Unsupported(f"MLX on this device: {error}") from None
+            raise
+
+
 class MlxText(TreePort):
     """Probes and calls for the text tower; ``select`` is the name of the package's router function."""
 
-    library = Mlx()
+    library = CpuMlx()
     select: str
     language: Any
     delta: Any
@@ -170,11 +183,14 @@ def watch_experts(watch: Watch, at: str, mlp: Any) -> None:
 
 
 def seen_recurrence(watch: Watch, call: Any, given: tuple) -> Any:
-    """The package computes with exp(log-decay); its states are [B, H, D_v, D_k]."""
+    """The package computes with exp(log-decay), whose logarithm is gone where it is 0; states are [B, H, D_v, D_k]."""
     import mlx.core as mx
 
     result, at = call(*given), f"{watch.layer}self_attn."
-    watch.keep(f"{at}log_decay", mx.log(given[3]))
+    if (given[3] > 0).all():
+        watch.keep(f"{at}log_decay", mx.log(given[3]))
+    else:
+        watch.unseen.add("self_attn.log_decay")
     watch.keep(f"{at}beta", given[4])
     watch.keep(f"{at}core", result[0])
     watch.keep(f"{at}state", result[1].swapaxes(-1, -2))
