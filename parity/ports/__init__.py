@@ -11,6 +11,7 @@ BUILT_IN = {
     "reference": "parity.ports.reference:PORT",
     "mlx": "parity.ports.mlx:PORT",
     "mlx_lm": "parity.ports.mlx_lm:PORT",
+    "mlx_vlm": "parity.ports.mlx_vlm:PORT",
 }
 
 

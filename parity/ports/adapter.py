@@ -1,15 +1,13 @@
-"""What an adapter for someone else's port needs: to see what its modules compute, and to run them one at a time.
+"""What an adapter for someone else's port needs: to run its modules one at a time and to see what they compute.
 
-The port is not changed. While a ``Watch`` is active, calls of the chosen modules and functions pass through it: it
-keeps results as taps, and it may answer in a module's place. So one module can be run inside the port's own code, on an
-input that the harness chose: ``TreeSession`` does that for every kind of the protocol, by running a layer, or the whole
-model, with the modules around the wanted one answering what they are told.
+The port is not changed. ``TreeSession`` answers every question of the protocol by running a module, a layer, or the
+whole model, with the modules around the wanted one answering what they are told (parity/ports/watch.py). A port is a
+``TreePort`` that says where its modules are and how to call them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,104 +15,10 @@ import numpy as np
 
 from parity.arrays import cast
 from parity.ports.twin import Library
-from parity.protocol import Capabilities, ModuleCall, Step, Taps, Unsupported
-from parity.quantities import TEXT_MODEL
+from parity.ports.watch import Watch
+from parity.protocol import VISION_KINDS, Capabilities, ModuleCall, Step, Taps, Unsupported
+from parity.quantities import TEXT_MODEL, layer_of
 from reference.config import K3Config
-
-Look = Callable[[tuple, Any], None]
-
-
-class Watch:
-    """What is seen of one computation: ``taps`` by full name, in the port's own arrays."""
-
-    def __init__(self, imposed: Mapping[str, Any] | None = None) -> None:
-        self.taps: dict[str, Any] = {}
-        self.unseen: set[str] = set()
-        """Taps, by name within their layer, that this computation does not let see; they count as unsupported."""
-        self.imposed = dict(imposed or {})
-        self.layer = ""
-        self._looks: dict[int, list[Look]] = {}
-        self._answers: dict[int, Any] = {}
-        self._modules: dict[int, Any] = {}
-        self._layers: dict[int, str] = {}
-        self._functions: list[tuple[Any, str, Callable]] = []
-
-    def inside(self, module: Any, layer: str) -> None:
-        """While ``module`` runs, ``self.layer`` is ``layer``: functions that it calls know where they are."""
-        self._modules[id(module)], self._layers[id(module)] = module, layer
-
-    def result(self, module: Any, tap: str, view: Callable[[Any], Any] = lambda result: result) -> None:
-        """Keep what ``module`` gives, seen through ``view``."""
-        self._look(module, lambda arguments, result: self.keep(tap, view(result)))
-
-    def given(self, module: Any, tap: str, view: Callable[[Any], Any] = lambda argument: argument) -> None:
-        """Keep the first argument of ``module``."""
-        self._look(module, lambda arguments, result: self.keep(tap, view(arguments[0])))
-
-    def function(self, namespace: Any, name: str, around: Callable[[Callable, tuple], Any]) -> None:
-        """Calls of ``namespace.name`` become ``around(original with its keywords, positional arguments)``."""
-        self._functions.append((namespace, name, around))
-
-    def answer(self, module: Any, value: Any) -> None:
-        """``module`` gives ``value`` and does not run."""
-        self._modules[id(module)], self._answers[id(module)] = module, value
-
-    def keep(self, tap: str, value: Any) -> None:
-        self.taps[tap] = value
-
-    def join(self, tap: str, value: Any) -> None:
-        """Keep several calls' results under one name, as a list."""
-        self.taps.setdefault(tap, []).append(value)
-
-    def _look(self, module: Any, look: Look) -> None:
-        self._modules[id(module)] = module
-        self._looks.setdefault(id(module), []).append(look)
-
-    @contextmanager
-    def active(self) -> Iterator[Watch]:
-        """Python looks ``__call__`` up in the class, so the classes are changed, for the time of this block."""
-        classes = {type(module) for module in self._modules.values()}
-        originals = {kind: (kind.__dict__.get("__call__"), kind.__call__) for kind in classes}
-        functions = [(namespace, name, getattr(namespace, name)) for namespace, name, _ in self._functions]
-        try:
-            for kind, (_, call) in originals.items():
-                kind.__call__ = self._seen(call)
-            for namespace, name, around in self._functions:
-                setattr(namespace, name, _wrapped(getattr(namespace, name), around))
-            yield self
-        finally:
-            for kind, (own, _) in originals.items():
-                if own is None:
-                    del kind.__call__
-                else:
-                    kind.__call__ = own
-            for namespace, name, original in functions:
-                setattr(namespace, name, original)
-
-    def _seen(self, call: Callable) -> Callable:
-        def seen(module, *arguments, **keywords):
-            key = id(module)
-            if key not in self._modules:
-                return call(module, *arguments, **keywords)
-            before = self.layer
-            self.layer = self._layers.get(key, before)
-            try:
-                result = self._answers[key] if key in self._answers else call(module, *arguments, **keywords)
-            finally:
-                self.layer = before
-            for look in self._looks.get(key, ()):
-                look(arguments or tuple(keywords.values()), result)
-            return result
-
-        return seen
-
-
-def _wrapped(original: Callable, around: Callable[[Callable, tuple], Any]) -> Callable:
-    def wrapped(*arguments, **keywords):
-        return around(lambda *given: original(*given, **keywords), arguments)
-
-    return wrapped
-
 
 PARTS: dict[str, tuple[str, ...]] = {
     "embed": ("embed_tokens.output",),
@@ -122,14 +26,19 @@ PARTS: dict[str, tuple[str, ...]] = {
     "mlp_input": ("mlp.input",),
     "output": ("norm.output",),
     "lm_head": ("logits",),
+    "patch_embed": ("patch_embed.output",),
+    "vision_merge": ("tower.output",),
+    "projector": ("projector.output",),
 }
-"""The taps of one kind of module call; self_attn and mlp show all that belongs to them."""
+"""The taps of one kind of module call; self_attn, mlp and vision_block show all that belongs to them."""
 
 
 def belongs(tap: str, call: ModuleCall) -> bool:
     """Whether a tap is among those that come back from ``call``."""
     if call.kind in PARTS:
         return tap.endswith(PARTS[call.kind])
+    if call.kind == "vision_block":
+        return tap.startswith(f"encoder.blocks.{call.layer}.")
     name = tap.removeprefix(f"{TEXT_MODEL}layers.{call.layer}.")
     if call.kind == "self_attn":
         return name.startswith("self_attn.") and name != "self_attn.input"
@@ -157,9 +66,13 @@ class TreeSession:
                 watch = self.new_watch(imposed[number] if imposed else {})
                 with watch.active():
                     self.port.feed(self.model, self.array(step.input_ids), self.array(step.inputs_embeds), cache)
-                results.append(self.numpy(watch.taps))
                 self._unseen |= watch.unseen
-        return results
+                results.append(self.numpy(watch.taps))
+        return [self.seen(taps) for taps in results]
+
+    def seen(self, taps: Taps) -> Taps:
+        """Without what this computation does not let see."""
+        return {name: array for name, array in taps.items() if layer_of(name)[1] not in self._unseen}
 
     def module(self, call: ModuleCall) -> Taps:
         given = {} if call.imposed is None else {f"{TEXT_MODEL}layers.{call.layer}.router.indices": call.imposed}
@@ -169,7 +82,7 @@ class TreeSession:
             with watch.active():
                 compute()
             self._unseen = frozenset(watch.unseen)
-            return self.numpy({tap: value for tap, value in watch.taps.items() if belongs(tap, call)})
+            return self.seen(self.numpy({tap: value for tap, value in watch.taps.items() if belongs(tap, call)}))
 
     def calling(self, call: ModuleCall, inputs: dict[str, Any], watch: Watch) -> Callable[[], Any]:
         """What to run for one module of the text tower; the modules around it are told their answers here."""
@@ -182,8 +95,8 @@ class TreeSession:
             return lambda: port.feed_forward(model, layer, inputs["input"])
         if call.kind == "lm_head":
             return lambda: port.lm_head(model)(inputs["hidden"])
-        if call.kind not in PARTS:
-            raise Unsupported(f"{port.name} has no {call.kind}")
+        if call.kind in VISION_KINDS:
+            return self.calling_vision(call, inputs, watch)
         prefix_sum, blocks = inputs["prefix_sum"], list(inputs["blocks"])
         if call.kind == "attention_input":
             return lambda: port.run_layer(model, layer, prefix_sum, blocks)
@@ -193,6 +106,10 @@ class TreeSession:
             watch.answer(module, port.layer_result(model, prefix_sum, blocks))
         ids = self.array(np.zeros(prefix_sum.shape[:2], np.int64))
         return lambda: port.feed(model, ids, None, None)
+
+    def calling_vision(self, call: ModuleCall, inputs: dict[str, Any], watch: Watch) -> Callable[[], Any]:
+        """What to run for one module of the vision tower."""
+        raise Unsupported(f"{self.port.name} has no vision tower")
 
     def _mlp_input(self, layer: int, prefix_sum: Any, blocks: list[Any], watch: Watch) -> Callable[[], Any]:
         """Attention answers what makes the prefix sum after it the given one: all of it, or nothing on top (§6)."""

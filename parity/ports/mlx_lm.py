@@ -8,7 +8,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from parity.ports.mlx_text import MlxText, as_released
+from parity.ports.mlx_text import MlxText, as_released, set_dtype
 from parity.protocol import Unsupported
 
 
@@ -24,7 +24,6 @@ class MlxLm(MlxText):
         return self.library.versions() | {"mlx-lm": version("mlx-lm")}
 
     def load(self, folder: Path, config: Any, dtype: str) -> Any:
-        import mlx.core as mx
         from mlx_lm.utils import load_model
 
         try:
@@ -34,9 +33,7 @@ class MlxLm(MlxText):
             if str(refusal).startswith("Unsupported"):
                 raise Unsupported(f"mlx-lm refuses this configuration: {refusal}") from None
             raise
-        if dtype == "float32":
-            model.set_dtype(mx.float32)
-        return model
+        return set_dtype(model, dtype)
 
     def feed(self, model: Any, input_ids: Any, inputs_embeds: Any, cache: Any) -> None:
         if inputs_embeds is not None:
