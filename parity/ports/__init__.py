@@ -12,6 +12,8 @@ BUILT_IN = {
     "mlx": "parity.ports.mlx:PORT",
     "mlx_lm": "parity.ports.mlx_lm:PORT",
     "mlx_vlm": "parity.ports.mlx_vlm:PORT",
+    "transformers": "parity.ports.transformers:PORT",
+    "fla": "parity.ports.fla:PORT",
 }
 
 

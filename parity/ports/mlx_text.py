@@ -157,11 +157,9 @@ class MlxText(TreePort):
             if hasattr(layer.mlp, "routed_expert_up_proj"):
                 watch_experts(watch, at, layer.mlp)
         for name in ("gated_delta_ops", "gated_delta_kernel"):
-            watch.function(self.delta, name, lambda call, given: seen_recurrence(watch, call, given))
-        watch.function(
-            self.language, "scaled_dot_product_attention", lambda call, given: seen_attention(watch, call, given)
-        )
-        watch.function(self.language, self.select, lambda call, given: seen_choice(watch, call, given))
+            watch.function(self.delta, name, lambda *call: seen_recurrence(watch, *call))
+        watch.function(self.language, "scaled_dot_product_attention", lambda *call: seen_attention(watch, *call))
+        watch.function(self.language, self.select, lambda *call: seen_choice(watch, *call))
 
 
 def watch_delta(watch: Watch, at: str, attention: Any) -> None:
@@ -192,11 +190,11 @@ def watch_experts(watch: Watch, at: str, mlp: Any) -> None:
     watch.given(mlp.routed_expert_norm or mlp.routed_expert_up_proj, f"{at}moe.routed", flat)
 
 
-def seen_recurrence(watch: Watch, call: Any, given: tuple) -> Any:
+def seen_recurrence(watch: Watch, call: Any, given: tuple, more: dict) -> Any:
     """The package computes with exp(log-decay), whose logarithm is gone where it is 0; states are [B, H, D_v, D_k]."""
     import mlx.core as mx
 
-    result, at = call(*given), f"{watch.layer}self_attn."
+    result, at = call(*given, **more), f"{watch.layer}self_attn."
     if (given[3] == 0).any():
         watch.unseen.add("self_attn.log_decay")
     watch.keep(f"{at}log_decay", mx.log(given[3]))
@@ -206,13 +204,13 @@ def seen_recurrence(watch: Watch, call: Any, given: tuple) -> Any:
     return result
 
 
-def seen_attention(watch: Watch, call: Any, given: tuple) -> Any:
-    result = call(*given)
+def seen_attention(watch: Watch, call: Any, given: tuple, more: dict) -> Any:
+    result = call(*given, **more)
     watch.keep(f"{watch.layer}self_attn.attention", result.transpose(0, 2, 1, 3))
     return result
 
 
-def seen_choice(watch: Watch, call: Any, given: tuple) -> Any:
+def seen_choice(watch: Watch, call: Any, given: tuple, more: dict) -> Any:
     """The router's choice, sorted; an imposed one is made to win by its bias, which never enters a weight."""
     import mlx.core as mx
 
@@ -225,7 +223,7 @@ def seen_choice(watch: Watch, call: Any, given: tuple) -> Any:
             )
         wanted = (imposed[..., None] == mx.arange(logits.shape[-1])).any(axis=-2).reshape(logits.shape)
         bias = bias + SURE * wanted
-    indices, weights = call(logits, bias, *others)
+    indices, weights = call(logits, bias, *others, **more)
     order = mx.argsort(indices, axis=-1)
     for name, value in (("indices", indices), ("weights", weights)):
         value = mx.take_along_axis(value, order, axis=-1)

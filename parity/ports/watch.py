@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 Look = Callable[[tuple, Any], None]
+Around = Callable[[Callable, tuple, dict], Any]
 
 
 class Watch:
@@ -23,11 +25,10 @@ class Watch:
         self.imposed = dict(imposed or {})
         self.layer = ""
         self._looks: dict[int, list[Look]] = {}
-        self._answers: dict[int, Any] = {}
-        self._skipped: set[int] = set()
+        self._instead: dict[int, Around] = {}
         self._modules: dict[int, Any] = {}
         self._layers: dict[int, str] = {}
-        self._functions: list[tuple[Any, str, Callable]] = []
+        self._functions: list[tuple[Any, str, Around]] = []
 
     def inside(self, module: Any, layer: str) -> None:
         """While ``module`` runs, ``self.layer`` is ``layer``: functions that it calls know where they are."""
@@ -47,18 +48,21 @@ class Watch:
             module, lambda arguments, result: self.taps.setdefault(tap, []).append(arguments[0] if of_input else result)
         )
 
-    def function(self, namespace: Any, name: str, around: Callable[[Callable, tuple], Any]) -> None:
-        """Calls of ``namespace.name`` become ``around(original with its keywords, positional arguments)``."""
+    def function(self, namespace: Any, name: str, around: Around) -> None:
+        """Calls of ``namespace.name`` become ``around(original, positional arguments, keywords)``."""
         self._functions.append((namespace, name, around))
+
+    def instead(self, module: Any, around: Around) -> None:
+        """Calls of ``module`` become ``around(call, positional arguments, keywords)``."""
+        self._modules[id(module)], self._instead[id(module)] = module, around
 
     def answer(self, module: Any, value: Any) -> None:
         """``module`` gives ``value`` and does not run."""
-        self._modules[id(module)], self._answers[id(module)] = module, value
+        self.instead(module, lambda call, arguments, keywords: value)
 
     def skip(self, module: Any) -> None:
         """``module`` gives its first argument back and does not run."""
-        self._modules[id(module)] = module
-        self._skipped.add(id(module))
+        self.instead(module, lambda call, arguments, keywords: arguments[0])
 
     def keep(self, tap: str, value: Any) -> None:
         self.taps[tap] = value
@@ -96,10 +100,9 @@ class Watch:
             before = self.layer
             self.layer = self._layers.get(key, before)
             try:
-                if key in self._skipped:
-                    result = arguments[0]
-                elif key in self._answers:
-                    result = self._answers[key]
+                if key in self._instead:
+                    own = partial(call, module)
+                    result = self._instead[key](own, arguments, keywords)
                 else:
                     result = call(module, *arguments, **keywords)
             finally:
@@ -111,8 +114,8 @@ class Watch:
         return seen
 
 
-def _wrapped(original: Callable, around: Callable[[Callable, tuple], Any]) -> Callable:
+def _wrapped(original: Callable, around: Around) -> Callable:
     def wrapped(*arguments, **keywords):
-        return around(lambda *given: original(*given, **keywords), arguments)
+        return around(original, arguments, keywords)
 
     return wrapped
