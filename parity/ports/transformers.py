@@ -20,6 +20,7 @@ import numpy as np
 
 from parity.ports.adapter import TreePort
 from parity.ports.reference import Torch
+from parity.ports.transformers_functions import FUNCTIONS
 from parity.ports.watch import Watch
 from parity.protocol import TEXT_KINDS, Capabilities, Unsupported
 from parity.quantities import TEXT_MODEL
@@ -93,7 +94,8 @@ class Transformers(TreePort):
 
     def capabilities(self) -> Capabilities:
         runs = ("prefill", "decode", "padded")
-        return Capabilities(("float32", "bfloat16"), runs, TEXT_KINDS, taps=frozenset(DELTA | LATENT | EXPERTS | TOP))
+        taps, functions = frozenset(DELTA | LATENT | EXPERTS | TOP), frozenset(FUNCTIONS)
+        return Capabilities(("float32", "bfloat16"), runs, TEXT_KINDS, functions, taps)
 
     def versions(self) -> dict[str, str]:
         return self.library.versions() | {"transformers": version("transformers")}
@@ -109,6 +111,12 @@ class Transformers(TreePort):
                 scratch, dtype=getattr(torch, dtype), attn_implementation="eager"
             )
         return model.eval()
+
+    def call(self, function: str, arrays, settings) -> tuple[np.ndarray, ...]:
+        given = {name: None if value is None else self.library.to_array(value) for name, value in arrays.items()}
+        with self.library.computing():
+            results = FUNCTIONS[function](**given, **settings)
+        return tuple(self.library.to_numpy(result) for result in results)
 
     def layers(self, model: Any) -> Any:
         return model.model.layers
