@@ -25,8 +25,7 @@ def draw_log_decay(regime: str, rng: np.random.Generator) -> Drawn:
     if regime == "zero-padded":
         A_log[HEADS:] = 0.0
     z = {"saturated": 12.0}.get(regime, 2.0) * rng.standard_normal((2, 9, HEADS, HEAD_DIM))
-    if regime.endswith("slow"):
-        z -= 8.0
+    z -= {"slow": 8.0, "unbounded-slow": 14.0}.get(regime, 0.0)
     arrays = {"decay_logit": z, "A_log": A_log, "dt_bias": rng.standard_normal(HEADS * HEAD_DIM)}
     return Drawn(arrays, {"lower_bound": None if regime.startswith("unbounded") else -5.0})
 
