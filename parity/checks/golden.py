@@ -40,6 +40,10 @@ PARTS_OF = {whole: part for part, whole in WHOLE.items()}
 def run(plan: Plan) -> Iterator[Finding]:
     folder = plan.golden or GOLDEN_IN_REPO
     for dtype in plan.dtypes:
+        if dtype not in plan.port.capabilities().dtypes:
+            place, what = Place("golden", folder.name, dtype), TOP_TAPS["logits"]
+            yield place.finding(what, "logits", "unsupported", note=f"this port has no {dtype}")
+            continue
         if isinstance(plan.port, TracesPort):
             found, metadata = plan.port.trace(dtype)
             yield from chained(folder, dtype, found, metadata)
