@@ -61,7 +61,10 @@ class TreeSession:
     def run(self, steps: Sequence[Step], imposed: Sequence[Mapping[str, np.ndarray]] | None = None) -> list[Taps]:
         results = []
         with self.library.computing():
-            self._unseen, cache = frozenset(), self.port.new_cache(self.model, whole_mask(steps))
+            mask = whole_mask(steps)
+            if mask is not None and "padded" not in self.port.capabilities().runs:
+                raise Unsupported(f"{self.port.name} is told nothing of padding")
+            self._unseen, cache = frozenset(), self.port.new_cache(self.model, mask)
             for number, step in enumerate(steps):
                 watch = self.new_watch(imposed[number] if imposed else {})
                 with watch.active():
@@ -188,7 +191,8 @@ class TreePort:
         return self.capabilities().taps
 
     def layers(self, model: Any) -> Sequence[Any]:
-        raise NotImplementedError
+        """By the checkpoint's names, like the embedding and the head, unless the port calls them otherwise."""
+        return model.language_model.model.layers
 
     def attention(self, model: Any, layer: int) -> Any:
         return self.layers(model)[layer].self_attn
@@ -215,10 +219,10 @@ class TreePort:
         raise NotImplementedError
 
     def embed_tokens(self, model: Any) -> Any:
-        raise NotImplementedError
+        return model.language_model.model.embed_tokens
 
     def lm_head(self, model: Any) -> Any:
-        raise NotImplementedError
+        return model.language_model.lm_head
 
     def open(self, checkpoint: Path, dtype: str) -> TreeSession:
         config = K3Config.from_file(checkpoint)

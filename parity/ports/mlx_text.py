@@ -91,15 +91,6 @@ class MlxText(TreePort):
         """Without a latent the sum of the experts is no module's input or output, so that it cannot be seen."""
         return SHOWN | LATENT_MOE if text.routed_expert_hidden_size else SHOWN
 
-    def layers(self, model: Any) -> Any:
-        return model.language_model.model.layers
-
-    def embed_tokens(self, model: Any) -> Any:
-        return model.language_model.model.embed_tokens
-
-    def lm_head(self, model: Any) -> Any:
-        return model.language_model.lm_head
-
     def attend(self, model: Any, layer: int, x: Any) -> None:
         module = self.layers(model)[layer]
         causal = None if module.is_linear else self.language.create_attention_mask(x, None, return_array=True)
