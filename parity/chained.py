@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from parity.arrays import NUMPY_DTYPES, cast, stored_dtype
-from parity.compare import NOT_COMPARED, Place, choice_finding, guarded
+from parity.compare import NOT_COMPARED, Place, choice_finding, guarded, missing_finding
 from parity.findings import Finding, measure
 from parity.metrics import relative_rms
 from parity.protocol import Step, Taps
@@ -110,18 +110,25 @@ def chained_findings(place: Place, sides: Sides, text: TextConfig, batch: Batch)
     noise = rows_alone(sides, "noise", batch)
     routers = [name for name in router_taps(truth) if name in found]
     choices = dict(_choices(batch, truth, noise, found, routers))
-    if not all(_same_experts(batch, truth[name], side[name]) for name in routers for side in (found, noise)):
+    same = [all(_same_experts(batch, truth[name], side[name]) for name in routers) for side in (found, noise)]
+    if not all(same):
         routing = {name: _valid_everywhere(batch, truth[name]) for name in routers}
         pieces = [
             dict(zip(routing, parts, strict=True)) for parts in zip(*map(batch.split, routing.values()), strict=True)
         ]
         noise = rows_alone(sides, "noise", batch, routing)
         choices = dict(_choices(batch, truth, noise, found, routers))
-        found = batch.join(sides.port.run(steps, pieces))
-    yield from _judge(place, text, batch, found, truth, noise, choices)
+        if not same[0]:
+            imposed = lambda: batch.join(sides.port.run(steps, pieces))  # noqa: E731
+            found, problem = guarded(place, TOP_TAPS[LOGITS], LOGITS, imposed)
+        if found is None:
+            yield from (choice_finding(place, quantity(text, name), name, choices[name]) for name in routers)
+            yield problem
+            return
+    yield from _judge(place, text, batch, found, truth, noise, choices, sides.shown)
 
 
-def _judge(place, text, batch, found, truth, noise, choices) -> Iterator[Finding]:
+def _judge(place, text, batch, found, truth, noise, choices, shown) -> Iterator[Finding]:
     upstream_failed = False
     for name in sorted(truth, key=lambda tap: computed_order(text, tap)):
         if name.endswith(NOT_COMPARED):
@@ -132,7 +139,7 @@ def _judge(place, text, batch, found, truth, noise, choices) -> Iterator[Finding
         if name in choices:
             finding = choice_finding(place, what, name, choices[name])
         elif name not in found:
-            finding = place.finding(what, name, "fail", note="the port does not show this tap")
+            finding = missing_finding(place, what, name, shown)
         else:
             finding = _value(place, what, name, batch, found, truth, noise, choices)
         yield finding.model_copy(update={"inputs_agree": not upstream_failed})
@@ -179,8 +186,10 @@ def chain_findings(
     run_port: Callable[[], Taps],
     run_noise: Callable[[], Taps],
     real: np.ndarray | None = None,
+    shown: frozenset[str] | None = None,
 ) -> Iterator[Finding]:
-    """Judge every tap of ``truth`` in a pass without caches; ``real`` [B, T] says which positions mean anything.
+    """Judge every tap of ``truth`` in a pass without caches; ``real`` [B, T] says which positions mean anything, and
+    ``shown`` which taps the port declares.
 
     Integers must be equal. Logits and embeddings of positions that are not real are not looked at.
     """
@@ -193,7 +202,7 @@ def chain_findings(
     for name in names:
         what = quantity(text, name)
         if name not in found:
-            finding = place.finding(what, name, "fail", note="the port does not show this tap")
+            finding = missing_finding(place, what, name, shown)
         elif found[name].shape != truth[name].shape:
             finding = place.finding(what, name, "fail", **measure(found[name], truth[name]))
         else:

@@ -12,7 +12,7 @@ from parity.arrays import stored_dtype
 from parity.findings import Finding, measure
 from parity.metrics import relative_rms
 from parity.protocol import ModuleCall, Taps, Unsupported
-from parity.quantities import Quantity, computed_order, inputs_agree, quantity
+from parity.quantities import Quantity, computed_order, inputs_agree, quantity, shows
 from parity.routing import INDICES, MARGIN, SCORES, Choice, compare_choice, same_choices, scores_at_ties
 from parity.sides import Sides
 from parity.tolerance import ISOLATED
@@ -68,14 +68,20 @@ def isolated_findings(
     if found is None:
         yield problem
         return
-    noise = sides.noise.module(call)
+    noise, shown = sides.noise.module(call), sides.shown
     choice = None
     indices = next((name for name in truth if name.endswith(INDICES)), None)
     if indices and indices in found:
         choice = compare_choice(found[indices], truth, noise, indices)
-        if not (same_choices(truth, found) and same_choices(truth, noise)):
-            call = replace(call, imposed=truth[indices])
-            found, noise = sides.port.module(call), sides.noise.module(call)
+        call = replace(call, imposed=truth[indices])
+        if not same_choices(truth, noise):
+            noise = sides.noise.module(call)
+        if not same_choices(truth, found):
+            found, problem = guarded(place, quantity(text, indices), indices, lambda: sides.port.module(call))
+            if found is None:
+                yield choice_finding(place, quantity(text, indices), indices, choice)
+                yield problem
+                return
     wrong: list[str] = []
     for name in names:
         if name.endswith(NOT_COMPARED):
@@ -85,7 +91,7 @@ def isolated_findings(
             finding = choice_finding(place, what, name, choice)
         else:
             tied = choice if choice and name.endswith(SCORES) else None
-            finding = value_finding(place, what, name, found, truth, noise, tied)
+            finding = value_finding(place, what, name, found, truth, noise, tied, shown)
         yield finding.model_copy(update={"inputs_agree": inputs_agree(text, name, wrong)})
         wrong += [name] if finding.status == "fail" else []
 
@@ -102,12 +108,26 @@ def choice_finding(place: Place, what: Quantity, name: str, choice: Choice) -> F
     return place.finding(what, name, "fail", error=float("inf"), allowed=0.0, ties=ties, note=note)
 
 
+def missing_finding(place: Place, what: Quantity, name: str, shown: frozenset[str] | None) -> Finding:
+    """A tap that the port did not give: a failure if it declares it, else unsupported; ``name`` may have a run."""
+    if shows(shown, name.rpartition("/")[2]):
+        return place.finding(what, name, "fail", note="the port does not show this tap")
+    return place.finding(what, name, "unsupported", note="this port does not show this tap, and declares so")
+
+
 def value_finding(
-    place: Place, what: Quantity, name: str, found: Taps, truth: Taps, noise: Taps, tied: Choice | None = None
+    place: Place,
+    what: Quantity,
+    name: str,
+    found: Taps,
+    truth: Taps,
+    noise: Taps,
+    tied: Choice | None = None,
+    shown: frozenset[str] | None = None,
 ) -> Finding:
     """``tied`` is given for router scores: what the router chose, and where another mask is as right."""
     if name not in found:
-        return place.finding(what, name, "fail", note="the port does not show this tap")
+        return missing_finding(place, what, name, shown)
     port, near, true = found[name], noise[name], np.asarray(truth[name])
     if tied is not None and port.shape == true.shape:
         port, near = (scores_at_ties(side, true, tied.forgiven) for side in (port, near))

@@ -17,14 +17,14 @@ from pathlib import Path
 import numpy as np
 
 from parity.arrays import stored_dtype
-from parity.compare import Place, choice_finding
+from parity.compare import Place, choice_finding, missing_finding
 from parity.findings import Finding, measure
 from parity.metrics import relative_rms
 from parity.protocol import Taps
-from parity.quantities import LAYER, Quantity, computed_order, quantity
+from parity.quantities import LAYER, Quantity, computed_order, quantity, shows
 from parity.routing import INDICES, SCORES, Choice, compare_choice, own_choice
 from parity.tolerance import CHAINED, GOLDEN_AMPLIFIED_FLOAT32, GOLDEN_CHAINED_FLOAT32, GOLDEN_VISION_FLOAT32
-from parity.trace import load_trace, unsupported_runs
+from parity.trace import load_trace, shown_taps, unsupported_runs
 from parity.tracing import load_inputs, routing_of, trace_port
 from reference.config import K3Config, TextConfig
 from reference.errors import InputError
@@ -58,13 +58,16 @@ def trace_findings(
     case: str, dtype: str, found: Taps, metadata: Mapping[str, str], golden: Taps, yardstick: Yardstick
 ) -> Iterator[Finding]:
     """One finding per tap of ``golden``; a run that the trace's port cannot do is counted as unsupported."""
-    left_out = unsupported_runs(metadata)
+    left_out, shown = unsupported_runs(metadata), shown_taps(metadata)
     failed_runs: set[str] = set()
     for tap in sorted(golden, key=lambda name: _order(yardstick.text, name)):
         run, _, name = tap.partition("/")
         place, what = Place("golden", case, dtype, run, isolated=False), _quantity(yardstick.text, name)
         if run in left_out:
             yield place.finding(what, tap, "unsupported", note=f"this port has no run {run!r}")
+            continue
+        if tap not in found and not shows(shown, name):
+            yield missing_finding(place, what, tap, shown)
             continue
         finding = _tap_finding(place, what, tap, dtype, found, golden, yardstick)
         yield finding.model_copy(update={"inputs_agree": run not in failed_runs})

@@ -63,15 +63,20 @@ def truth_of(case: FunctionCase, drawn: Drawn) -> tuple[np.ndarray, ...]:
 
 
 def all_function_findings(port: Port, dtypes: tuple[str, ...], seed: int) -> Iterator[Finding]:
-    supported = port.capabilities().functions
     for case in CASES:
         for dtype in dtypes:
-            if case.function not in supported:
-                place = Place("modules", case.function, dtype, seed=seed)
-                yield place.finding(_quantity(case), case.results[0], "unsupported", note="not offered by this port")
-                continue
-            for regime in case.regimes:
-                yield from function_findings(port, case, regime, dtype, seed)
+            yield from case_findings(port, case, dtype, seed)
+
+
+def case_findings(port: Port, case: FunctionCase, dtype: str, seed: int) -> Iterator[Finding]:
+    """One function in all its regimes; a port that has no such function, or no such dtype, is told so."""
+    able = port.capabilities()
+    if case.function not in able.functions or dtype not in able.dtypes:
+        place = Place("modules", case.function, dtype, seed=seed)
+        yield place.finding(_quantity(case), case.results[0], "unsupported", note="not offered by this port")
+        return
+    for regime in case.regimes:
+        yield from function_findings(port, case, regime, dtype, seed)
 
 
 def _allowed(module: str, noise: float, stored: str) -> float:

@@ -69,8 +69,14 @@ class ModuleCall:
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What a port can be asked. ``taps`` None means every tap of the reference; ``forms`` are equal ways to compute.
-    ``converted``: the port also opens folders that ``k3-parity convert`` wrote."""
+    """What a port can be asked.
+
+    ``taps`` None means every tap of the reference; else names without their layer or block ("self_attn.core",
+    "encoder.blocks.output", "logits"). A tap that is declared and missing is a failure, one that is not declared is
+    unsupported. ``forms`` are equal ways to compute. Without ``imposes_routing`` the port cannot be told which experts
+    to choose: where it chooses otherwise, what follows is unsupported.
+    ``converted``: the port also opens folders that ``k3-parity convert`` wrote.
+    """
 
     dtypes: tuple[str, ...]
     runs: tuple[str, ...] = RUNS
@@ -83,7 +89,7 @@ class Capabilities:
 
 
 class Session(Protocol):
-    """A loaded model."""
+    """A loaded model. It may have ``taps``, which then holds for this checkpoint in place of the port's."""
 
     def run(self, steps: Sequence[Step], imposed: Sequence[Mapping[str, np.ndarray]] | None = None) -> list[Taps]:
         """Feed the steps one after another over one cache; each step's taps, by full name (golden/README.md)."""

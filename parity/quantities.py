@@ -85,6 +85,14 @@ def vision_tap(tap: str) -> tuple[int, str] | None:
     return (block, key) if key in VISION_TAPS else None
 
 
+def shows(declared: frozenset[str] | None, tap: str) -> bool:
+    """Whether a port that declares these taps (None: all of them) has to show ``tap``, whatever its layer or block."""
+    if declared is None or tap in declared:
+        return True
+    vision = vision_tap(tap)
+    return (vision[1] if vision else layer_of(tap)[1]) in declared
+
+
 def layer_of(tap: str) -> tuple[int | None, str]:
     """(layer, the tap's name within it), or (None, tap) for a tap outside the layers; ``tap`` without its run."""
     match = LAYER.match(tap)

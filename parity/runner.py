@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import shlex
 import time
 from collections.abc import Callable, Iterable, Iterator
 
@@ -75,7 +76,7 @@ def _own_data_is_good(plan: Plan, check: str) -> Iterator[Finding]:
 
 def repeat_command(plan: Plan, finding: Finding) -> str:
     """The one command that runs exactly this comparison again."""
-    words = ["k3-parity check", f"--port {plan.port.name}", f"--check {finding.check}"]
+    words = ["k3-parity check", f"--port {shlex.quote(plan.port.name)}", f"--check {finding.check}"]
     if finding.check == "golden":
         words += [f"--golden {plan.golden}"] if plan.golden else []
     elif finding.case in {case.name for case in plan.cases}:

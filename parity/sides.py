@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from parity.protocol import Port, Session, Step, Taps
+from parity.protocol import Port, Session, Step, Taps, Unsupported
 
 
 def reference_port() -> Port:
@@ -44,12 +44,19 @@ class Sides:
         """The port's session; a port that fails to open fails the same way every time, without trying again."""
         if self._port is None:
             try:
+                if self.dtype not in self.port_under_test.capabilities().dtypes:
+                    raise Unsupported(f"this port has no {self.dtype}")
                 self._port = self.port_under_test.open(self.checkpoint, self.dtype)
             except Exception as error:
                 self._port = error
         if isinstance(self._port, Exception):
             raise self._port
         return self._port
+
+    @property
+    def shown(self) -> frozenset[str] | None:
+        """The taps that the port declares for this checkpoint; None if all of them."""
+        return getattr(self.port, "taps", self.port_under_test.capabilities().taps)
 
     @property
     def two(self) -> tuple[Callable[[], Session], Callable[[], Session]]:

@@ -61,3 +61,9 @@ def load_trace(path: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
 def unsupported_runs(metadata: Mapping[str, str]) -> list[str]:
     """The runs that the trace's port said it cannot do."""
     return json.loads(metadata.get("unsupported_runs", "[]"))
+
+
+def shown_taps(metadata: Mapping[str, str]) -> frozenset[str] | None:
+    """The taps that the trace's port declares; None if all of them."""
+    names = json.loads(metadata.get("shown_taps", "null"))
+    return None if names is None else frozenset(names)

@@ -74,6 +74,7 @@ def trace_port(
     if dtype not in able.dtypes:
         raise InputError("--dtype", port.name, f"one of {', '.join(able.dtypes)}", dtype, "choose a dtype the port has")
     session, taps = port.open(checkpoint, dtype), {}
+    shown = getattr(session, "taps", able.taps)
     for run, batch in batches(inputs):
         if run not in able.runs:
             continue
@@ -88,6 +89,7 @@ def trace_port(
         "port": port.name,
         "dtype": dtype,
         "unsupported_runs": json.dumps([run for run in RUN_NAMES if run not in able.runs]),
+        "shown_taps": json.dumps(None if shown is None else sorted(shown)),
         "versions": json.dumps(port.versions(), sort_keys=True),
     }
     return taps, metadata

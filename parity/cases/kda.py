@@ -19,15 +19,15 @@ def draw_strength(regime: str, rng: np.random.Generator) -> Drawn:
 
 
 def draw_log_decay(regime: str, rng: np.random.Generator) -> Drawn:
-    """Every head has its own A_log; the entries beyond the heads hold numbers that must not be used."""
+    """Every head has its own A_log; the entries beyond the heads hold numbers that must not be used. Where the decay is
+    slow, softplus is a small number: log(1 + exp z) without log1p loses most of its digits."""
     A_log = np.concatenate([np.linspace(-1.5, 1.5, HEADS), np.full(HEAD_DIM - HEADS, 7.0)])
     if regime == "zero-padded":
         A_log[HEADS:] = 0.0
     z = {"saturated": 12.0}.get(regime, 2.0) * rng.standard_normal((2, 9, HEADS, HEAD_DIM))
-    if regime == "slow":
-        z -= 8.0
+    z -= {"slow": 8.0, "unbounded-slow": 14.0}.get(regime, 0.0)
     arrays = {"decay_logit": z, "A_log": A_log, "dt_bias": rng.standard_normal(HEADS * HEAD_DIM)}
-    return Drawn(arrays, {"lower_bound": None if regime == "unbounded" else -5.0})
+    return Drawn(arrays, {"lower_bound": None if regime.startswith("unbounded") else -5.0})
 
 
 def draw_recurrence(regime: str, rng: np.random.Generator) -> Drawn:
@@ -94,7 +94,7 @@ CASES = (
         "kda.gate",
         "§4.4",
         ("log_decay",),
-        ("random", "zero-padded", "saturated", "slow", "unbounded"),
+        ("random", "zero-padded", "saturated", "slow", "unbounded", "unbounded-slow"),
         draw_log_decay,
         wide=frozenset({"A_log", "dt_bias"}),
     ),

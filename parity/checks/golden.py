@@ -16,7 +16,7 @@ from parity.arrays import stored_dtype
 from parity.chained import EMBEDDING
 from parity.checks import decode, padding
 from parity.checks.plan import GOLDEN_IN_REPO, Plan, case_named
-from parity.compare import Place, choice_finding, guarded
+from parity.compare import Place, choice_finding, guarded, missing_finding
 from parity.compare_traces import Yardstick, trace_findings, yardstick_for
 from parity.findings import Finding, measure
 from parity.isolate import isolated_calls
@@ -40,6 +40,10 @@ PARTS_OF = {whole: part for part, whole in WHOLE.items()}
 def run(plan: Plan) -> Iterator[Finding]:
     folder = plan.golden or GOLDEN_IN_REPO
     for dtype in plan.dtypes:
+        if dtype not in plan.port.capabilities().dtypes:
+            place, what = Place("golden", folder.name, dtype), TOP_TAPS["logits"]
+            yield place.finding(what, "logits", "unsupported", note=f"this port has no {dtype}")
+            continue
         if isinstance(plan.port, TracesPort):
             found, metadata = plan.port.trace(dtype)
             yield from chained(folder, dtype, found, metadata)
@@ -92,17 +96,25 @@ def _call_findings(place: Place, sides: Sides, text: TextConfig, call: ModuleCal
         yield problem
         return
     noise = sides.noise.module(call)
-    if indices:
+    if indices and indices in found:
         choice = compare_choice(found[indices], truth | {indices: golden[indices]}, noise, indices)
+        same = np.array_equal(np.sort(found[indices]), np.sort(golden[indices]))
         call = ModuleCall(call.kind, call.layer, call.inputs, golden[indices])
-        found, noise, truth = (side.module(call) for side in (sides.port, sides.noise, sides.truth))
+        noise, truth = sides.noise.module(call), sides.truth.module(call)
+        if not same:
+            what = whole_module(quantity(text, indices))
+            found, problem = guarded(place, what, indices, lambda: sides.port.module(call))
+            if found is None:
+                yield choice_finding(place, what, indices, choice)
+                yield problem
+                return
     wrong: list[str] = []
     for name in names:
         what = whole_module(quantity(text, name))
-        if name == indices:
+        if name == indices and choice is not None:
             finding = choice_finding(place, what, name, choice)
         elif name not in found:
-            finding = place.finding(what, name, "fail", note="the port does not show this tap")
+            finding = missing_finding(place, what, name, sides.shown)
         else:
             finding = _value(place, what, name, found, truth, noise, golden)
         yield finding.model_copy(update={"inputs_agree": inputs_agree(text, name, wrong)})

@@ -39,7 +39,8 @@ def merged_findings(plan: Plan, case: Case, dtype: str, regime: str, ids, mask, 
     real = truth["attention_mask"].astype(bool)
     inputs = (ids, mask, *pictures)
     computed = (lambda side=side: with_routing(side(), inputs, routing(truth)) for side in sides.two)
-    yield from chain_findings(place, case.text, {name: truth[name] for name in COMPARED}, *computed, real=real)
+    compared, shown = {name: truth[name] for name in COMPARED}, plan.port.capabilities().taps
+    yield from chain_findings(place, case.text, compared, *computed, real=real, shown=shown)
 
 
 def with_routing(session: Session, inputs: tuple[np.ndarray, ...], imposed: Taps) -> Taps:

@@ -39,6 +39,7 @@ VARIANTS: dict[str, tuple[str, list[int], float | None]] = {
     "right": ("right", [TOKENS], None),
     "left-nan": ("left", [TOKENS], float("nan")),
     "right-huge": ("right", [TOKENS], 1e30),
+    "left-pieces": ("left", [4, 4, 4, 1], None),
     "left-chunked": ("left", [4, 4, 4, 1], float("nan")),
     "right-then-decode": ("right", [TOKENS - 3, 1, 1, 1], None),
     "both-chunked": ("both", [5, 5, 3], float("nan")),

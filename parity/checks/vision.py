@@ -51,7 +51,7 @@ def tower_findings(plan: Plan, case: Case, dtype: str, pixels: np.ndarray, grids
             yield from isolated_findings(place._replace(regime="small"), sides, case.text, hurt)
     chain = place._replace(regime="whole", isolated=False)
     computed = (lambda side=side: side().vision(pixels, grids) for side in sides.two)
-    yield from chain_findings(chain, case.text, truth, *computed)
+    yield from chain_findings(chain, case.text, truth, *computed, shown=plan.port.capabilities().taps)
 
 
 def vision_calls(taps: Taps, pixels: np.ndarray, grids: np.ndarray, dtype: str, blocks: int) -> Iterator[ModuleCall]:

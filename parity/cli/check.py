@@ -66,7 +66,7 @@ def planned(port, case, dtype, checks, part, golden, seed) -> tuple[Plan, tuple[
     names = tuple(case or CORE_CASES)
     cases = tuple(case_named(name, seed) for name in (CATALOGUE if EVERY_CASE in names else names))
     if (golden is not None or not able.kinds) and not checks:
-        checks = ["golden"]
+        checks = ["modules"] if able.functions and golden is None else ["golden"]
     if golden is not None:
         known_golden(golden)
     chosen = known_checks(checks or checks_of(part))

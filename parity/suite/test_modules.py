@@ -8,17 +8,14 @@ from fixtures.catalogue import CATALOGUE
 from parity.cases import CASES
 from parity.checks import Plan
 from parity.checks.plan import case_named
-from parity.functions import function_findings
+from parity.functions import case_findings
 from parity.suite.judge import DTYPES, judge, verdict
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.function)
 def test_function(case, dtype, port, parity_seed):
-    if case.function not in port.capabilities().functions:
-        pytest.skip(f"unsupported by this port: {case.function}")
-    findings = [f for regime in case.regimes for f in function_findings(port, case, regime, dtype, parity_seed)]
-    verdict(port.name, findings)
+    verdict(port.name, case_findings(port, case, dtype, parity_seed))
 
 
 def test_coverage(port, parity_seed):
