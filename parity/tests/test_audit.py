@@ -1,4 +1,4 @@
-"""The audit: what it says of a fixture, of the authors' own case, of a checkpoint that contradicts, of headers alone."""
+"""The audit: a fixture, the authors' own case, a checkpoint that contradicts, an index or headers alone."""
 
 from __future__ import annotations
 
