@@ -7,7 +7,7 @@ import sys
 
 import typer
 
-from parity.cli import audit, bench, chat, check, compare, coverage, fixture, image, trace, width
+from parity.cli import audit, baseline, bench, chat, check, compare, coverage, fixture, image, trace, width
 from parity.cli.common import stderr
 from parity.exits import EXIT_USAGE
 from reference.errors import InputError
@@ -26,6 +26,7 @@ app.command("chat")(chat.chat)
 app.command("image")(image.image)
 app.command("audit")(audit.audit)
 app.add_typer(fixture.app, name="fixture")
+app.add_typer(baseline.app, name="baseline")
 app.add_typer(bench.app, name="bench")
 app.add_typer(width.app, name="width")
 

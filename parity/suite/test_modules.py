@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fixtures.catalogue import CATALOGUE
+from parity.baseline import Baselines, judged
 from parity.cases import CASES
 from parity.checks import Plan
 from parity.checks.plan import case_named
@@ -18,7 +19,7 @@ def test_function(case, dtype, port, parity_seed):
     if case.function not in port.capabilities().functions:
         pytest.skip(f"unsupported by this port: {case.function}")
     findings = [f for regime in case.regimes for f in function_findings(port, case, regime, dtype, parity_seed)]
-    verdict(port.name, findings)
+    verdict(port.name, judged(port, findings))
 
 
 def test_coverage(port, parity_seed):
@@ -30,6 +31,12 @@ def test_twins(port):
     if port.name != "mlx":
         pytest.skip("only the MLX port is the reference's twin")
     judge(Plan(port), "twins")
+
+
+def test_baselines(port):
+    if not Baselines(port).files:
+        pytest.skip("this port has no baselines")
+    judge(Plan(port), "baselines")
 
 
 @pytest.mark.parametrize("part", ["processor", "chat", "anchor"])
