@@ -35,10 +35,11 @@ FACTOR = {("float32", False): 2.0, ("float32", True): 3.0, ("bfloat16", False): 
 """(dtype, chained) -> how many times its baseline a tap's error may be; beyond that, and above the floor, it is worse.
 
 It must not cry on another machine, where every sum is rounded in another order. Measured at seed 0 over all core cases
-and checks, with torch's BLAS in place of MLX's own (every float32 product of the port rounded anew), with that BLAS
-held to SSE, and with torch's own vector code off: a float32 error of a module alone comes to at most 1.12 times its
-baseline, of a whole pass to at most 2.0 times, in itself and over its floor at once (either one alone: 2.3); bfloat16,
-rounded once from float32, to at most 1.02. Other seeds draw other inputs and come to 3.6: they are not judged.
+and checks, with torch's BLAS in place of MLX's own (every float32 product of the port is rounded anew), and once more
+with that BLAS held to SSE and torch's vector code off (the reference too is rounded anew). Error and error over floor
+both come, at once, to at most 1.12 times the baseline for a module alone in float32 and to 2.0 times for a whole pass
+(one of the two alone: 2.3); in bfloat16, rounded once from float32, to 1.02. Other seeds draw other inputs and come to
+3.6 times: they are not judged.
 """
 CHAINED_SECTIONS = ("passes", "multimodal")
 
