@@ -25,7 +25,7 @@ def audit_a_log(subject: Subject) -> Iterator[AuditEntry]:
     heads, channels = linear.num_heads, linear.head_dim
     effect = measured(subject, lambda: attention_probes(subject, subject.kda_layers), {PER_CHANNEL: fault("F01")})
     tails = Tails(subject, heads)
-    verdict, status = judge(subject, tails, effect.decided)
+    verdict, status = effect.settled(*judge(subject, tails, effect.decided))
     yield AuditEntry(
         name="a-log",
         question="Is A_log indexed by head or by channel?",

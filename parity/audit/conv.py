@@ -39,6 +39,7 @@ def audit_conv(subject: Subject) -> Iterator[AuditEntry]:
     else:
         verdict = f"cannot be decided by shapes alone, and sizes only suggest; K3.md: {RIGHT}"
         status = "undecided" if subject.shards else "needs data"
+    verdict, status = effect.settled(verdict, status)
     yield AuditEntry(
         name="conv-taps",
         question="Which axis of a convolution kernel is time, and which tap multiplies the current token?",

@@ -35,6 +35,7 @@ def audit_dt_bias(subject: Subject) -> Iterator[AuditEntry]:
     elif not effect.decided:
         verdict = "cannot be decided by shapes alone, nor by these values; K3.md reads it head first"
         status = "undecided" if subject.shards else "needs data"
+    verdict, status = effect.settled(verdict, status)
     evidence = [
         f"{subject.shape_source()} dt_bias has {heads * channels} entries, {heads} heads of {channels} channels: "
         "either layout has this shape, so that none of it can be per head or per channel alone"

@@ -45,6 +45,7 @@ def audit_kv_b(subject: Subject) -> Iterator[AuditEntry]:
     else:
         verdict = f"cannot be decided by shapes alone, and sizes only suggest; K3.md: {RIGHT}"
         status = "undecided" if subject.shards else "needs data"
+    verdict, status = effect.settled(verdict, status)
     yield AuditEntry(
         name="kv-b",
         question="In which order do the rows of kv_b_proj stand?",

@@ -56,6 +56,7 @@ def audit_nibbles(subject: Subject) -> Iterator[AuditEntry]:
     else:
         verdict = f"cannot be decided by shapes or data alone; K3.md: {LOW}"
         status = "undecided" if subject.shards else "needs data"
+    verdict, status = effect.settled(verdict, status)
     yield AuditEntry(
         name="nibbles",
         question="Which of a byte's two codes is the earlier input?",

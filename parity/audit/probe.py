@@ -15,10 +15,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fixtures.values import normal, words
-from parity.audit.subject import Subject
+from parity.audit.entry import Status
+from parity.audit.subject import TRACE, Subject
 from parity.faults import Fault
 from parity.metrics import cosine, relative_rms
 from reference.checkpoint import LAYERS
+from reference.errors import InputError
 
 TOKENS = 24
 GRID = (1, 4, 6)
@@ -64,6 +66,11 @@ class Apart(NamedTuple):
     def decided(self) -> bool:
         """Whether the authors' own result tells the two readings apart."""
         return self.authors is not None and self.authors[0] < SEEN and self.authors[1] > 10 * self.authors[0]
+
+    @property
+    def preferred(self) -> bool:
+        """Whether the authors' own result is this other reading's, and not K3.md's."""
+        return self.authors is not None and self.authors[1] < SEEN and self.authors[0] > 10 * self.authors[1]
 
     def text(self, reading: str) -> str:
         where, cosines = ", ".join(self.labels), span(self.cosines, ".5f")
@@ -136,9 +143,9 @@ def moe_probes(subject: Subject) -> list[Probe]:
 
 def text_probe(subject: Subject, layer: int, part: str, norm: str, run: Callable) -> Probe:
     prefix, label = f"{LAYERS}{layer}.", f"layer {layer} {part}"
-    if f"prefill/{prefix}{part}.output" in subject.golden:
-        x, authors = (subject.golden[f"prefill/{prefix}{part}.{what}"] for what in ("input", "output"))
-        return Probe(label, x.astype(np.float64), run, authors)
+    names = tuple(f"prefill/{prefix}{part}.{what}" for what in ("input", "output"))
+    if pair := known_pair(subject, names, subject.config.text_config.hidden_size):
+        return Probe(label, pair[0], run, pair[1])
     weight = subject.shards.read(f"{prefix}{norm}.weight").astype(np.float64)
     return Probe(label, rows(label, 1, TOKENS, len(weight)) * weight, run)
 
@@ -149,7 +156,8 @@ def vision_probes(subject: Subject) -> list[Probe]:
     from reference.vision_position import rope_turns
 
     vision, golden = subject.config.vision_config, subject.golden
-    known = "vision/patch_embed.output" in golden
+    names = ("vision/patch_embed.output", "vision/encoder.blocks.0.output")
+    known = known_pair(subject, names, vision.vt_hidden_size) if "vision.grid_thws" in golden else None
     grids = [tuple(map(int, row)) for row in golden["vision.grid_thws"]] if known else [GRID]
 
     def called(module: Any, x: Any) -> Any:
@@ -160,8 +168,7 @@ def vision_probes(subject: Subject) -> list[Probe]:
         prefix, label = f"vision_tower.encoder.blocks.{block}.", f"tower block {block}"
         run = runner(subject, prefix, lambda: VisionBlock(vision), called)
         if known:
-            x, authors = golden["vision/patch_embed.output"], golden["vision/encoder.blocks.0.output"]
-            probes.append(Probe(label, x.astype(np.float64), run, authors))
+            probes.append(Probe(label, known[0], run, known[1]))
         else:
             probes.append(Probe(label, rows(label, prod(GRID), vision.vt_hidden_size), run))
     return probes
@@ -174,6 +181,17 @@ def projector_probes(subject: Subject) -> list[Probe]:
     run = runner(subject, "mm_projector.", lambda: Projector(vision), lambda module, x: module(x))
     kernel = vision.merge_kernel_size
     return [Probe("projector", rows("projector", 6, kernel[0] * kernel[1], vision.mm_hidden_size), run)]
+
+
+def known_pair(subject: Subject, names: tuple[str, str], width: int) -> tuple[np.ndarray, np.ndarray] | None:
+    """A module's input and output of the authors' own run, if there; InputError if they are of another model."""
+    if any(name not in subject.golden for name in names):
+        return None
+    x, y = (subject.golden[name] for name in names)
+    if x.shape != y.shape or x.shape[-1] != width:
+        mend = "remove it, or give the trace of this checkpoint"
+        raise InputError(subject.shards.folder / TRACE, names[1], f"[…, {width}]", f"{x.shape}, {y.shape}", mend)
+    return x.astype(np.float64), y
 
 
 def rows(name: str, *shape: int) -> np.ndarray:
@@ -206,11 +224,21 @@ def loaded(subject: Subject, prefix: str, state: Mapping[str, Any]) -> dict[str,
 
 
 class Measured(NamedTuple):
-    """The effect of every other reading, as evidence; ``decided``: the authors' own result rules all of them out."""
+    """The effect of every other reading, as evidence; ``decided``: the authors' own result rules all of them out.
+
+    ``preferred`` are those that it is the result of.
+    """
 
     evidence: tuple[str, ...]
     apart: dict[str, float]
     decided: bool
+    preferred: tuple[str, ...] = ()
+
+    def settled(self, verdict: str, status: Status) -> tuple[str, Status]:
+        """The verdict, unless the authors' own result speaks for another reading."""
+        if not self.preferred:
+            return verdict, status
+        return f'against K3.md: the authors\' own output is that of "{self.preferred[0]}"', "contradicted"
 
 
 def measured(subject: Subject, probes: Callable[[], list[Probe]], others: Mapping[str, Fault]) -> Measured:
@@ -223,4 +251,5 @@ def measured(subject: Subject, probes: Callable[[], list[Probe]], others: Mappin
     results = {reading: apart(found, fault) for reading, fault in others.items()}
     evidence = tuple(result.text(f'"{reading}"') for reading, result in results.items())
     decided = all(result.decided for result in results.values())
-    return Measured(evidence, {reading: result.most for reading, result in results.items()}, decided)
+    preferred = tuple(reading for reading, result in results.items() if result.preferred)
+    return Measured(evidence, {reading: result.most for reading, result in results.items()}, decided, preferred)

@@ -31,7 +31,7 @@ def audit_tower_qkv(subject: Subject) -> Iterator[AuditEntry]:
 
     other = Fault("qkv", "vision.attention", HEAD_FIRST, "heads read each other's parts", stored(by_head))
     effect = measured(subject, lambda: vision_probes(subject), {HEAD_FIRST: other})
-    verdict, status = told(subject, effect, PART_FIRST)
+    verdict, status = effect.settled(*told(subject, effect, PART_FIRST))
     yield AuditEntry(
         name="tower-qkv",
         question="How are q, k and v packed in the tower's wqkv?",
@@ -50,7 +50,7 @@ def audit_tower_qkv(subject: Subject) -> Iterator[AuditEntry]:
 def audit_rope_axis(subject: Subject) -> Iterator[AuditEntry]:
     others = {ROW_FIRST: fault("F92"), HALVES: fault("F92b")}
     effect = measured(subject, lambda: vision_probes(subject), others)
-    verdict, status = told(subject, effect, COLUMN_FIRST)
+    verdict, status = effect.settled(*told(subject, effect, COLUMN_FIRST))
     yield AuditEntry(
         name="rope-axis",
         question="Which pairs of channels does the tower's rope turn, and by which axis?",

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
+from typer.testing import CliRunner
 
 from fixtures.build import build, cached
 from fixtures.catalogue import CATALOGUE, entry
@@ -22,6 +23,7 @@ from parity.audit.kv_b import audit_kv_b
 from parity.audit.layer_lists import audit_layer_lists
 from parity.audit.nibbles import LADDER, LADDER_BYTES, ORDERS, audit_nibbles, ladder_fits
 from parity.checks.plan import GOLDEN_IN_REPO
+from parity.cli.main import app
 from parity.tests.test_cli import assert_one_line, k3_parity
 
 A_LOG, DT_BIAS = ".self_attn.A_log", ".self_attn.dt_bias"
@@ -67,14 +69,15 @@ class TestALog:
         assert any("entries 4..31 are exactly 0 in all 4 layers" in line for line in found.evidence)
         assert found.apart["per channel"] > 0.2
 
-    def test_values_beyond_the_heads_contradict(self, mini):
+    def test_values_beyond_the_heads_contradict(self, mini, monkeypatch):
         values = np.linspace(-1, 1, 32, dtype=np.float32)
         changed(mini, A_LOG, lambda array: values[: len(array)])
         found = only(audit_a_log(subject_of(mini, None, None)))
         assert found.status == "contradicted" and "beyond its 3 heads" in found.verdict
         assert any("not all 0 in 3 of 3 layers" in line and "29 of 29 filled" in line for line in found.evidence)
-        done = k3_parity("audit", "--checkpoint", mini)
-        assert done.returncode == 1 and "against K3.md: A_log has values beyond its 3 heads" in done.stdout
+        monkeypatch.setattr("parity.audit.ENTRIES", (audit_a_log,))
+        done = CliRunner().invoke(app, ["audit", "--checkpoint", str(mini)])
+        assert done.exit_code == 1 and "against K3.md: A_log has values beyond its 3 heads" in done.stdout
 
     def test_one_value_in_one_layer_is_enough(self, mini):
         name = "layers.1" + A_LOG
@@ -108,6 +111,20 @@ def test_the_authors_results_decide_what_shapes_cannot(golden):
         assert golden[name].status == "undecided", name
         assert min(golden[name].apart.values()) > 1e-3, "rows of small size feel it"
     assert "rules out 2^-7" in golden["eps-tower"].verdict
+
+
+def test_the_authors_results_may_speak_for_another_reading(tmp_path):
+    """A folder whose kernels are stored newest first, beside the authors' results on the right ones."""
+    folder = tmp_path / "reversed"
+    shutil.copytree(GOLDEN_IN_REPO, folder)
+    changed(folder, "conv1d.weight", lambda array: array[..., ::-1].copy())
+    found = only(audit_conv(subject_of(folder, None, None)))
+    assert found.status == "contradicted" and "the first tap is the current token's" in found.verdict
+
+
+def test_a_trace_of_another_model_is_one_line(mini):
+    shutil.copy(GOLDEN_IN_REPO / "trace-float32.safetensors", mini)
+    assert_one_line(k3_parity("audit", "--checkpoint", mini), "trace-float32.safetensors", "self_attn.output")
 
 
 def test_without_them_it_is_said_so():
@@ -220,10 +237,11 @@ def test_headers_alone_are_enough_for_shapes(mini, tmp_path):
 
 
 def test_json_is_one_document():
-    done = k3_parity("audit", "--checkpoint", GOLDEN_IN_REPO, "--json")
+    done = k3_parity("audit", "--json")
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout)
-    assert document["format"] == 2 and document["level"] == "data"
+    assert document["format"] == 2 and document["level"] == "configuration"
+    assert "verdict (needs data): cannot be decided by shapes alone" in done.stderr
     assert {entry["status"] for entry in document["entries"]} <= {"decided", "undecided", "needs data"}
 
 
