@@ -25,6 +25,7 @@ from parity.quantities import LAYER, Quantity, computed_order, quantity
 from parity.routing import INDICES, SCORES, Choice, compare_choice, own_choice
 from parity.tolerance import CHAINED, GOLDEN_AMPLIFIED_FLOAT32, GOLDEN_CHAINED_FLOAT32, GOLDEN_VISION_FLOAT32
 from parity.trace import load_trace, unsupported_runs
+from parity.tracing import load_inputs, routing_of, trace_port
 from reference.config import K3Config, TextConfig
 from reference.errors import InputError
 
@@ -170,12 +171,11 @@ def yardstick_for(golden_file: Path, dtype: str, found: Taps, checkpoint: Path |
 def measured_yardstick(checkpoint: Path, inputs_file: Path, dtype: str, found: Taps) -> Yardstick:
     """The reference in float64 and in ``dtype`` over the same inputs, with the trace's own routing imposed."""
     from parity.sides import reference_port
-    from parity.tracing import load_inputs, routing_of, trace_port
 
-    inputs, routing = load_inputs(inputs_file), routing_of(found)
+    inputs = load_inputs(inputs_file)
     reference, text = reference_port(), K3Config.from_file(checkpoint).text_config
-    truth, _ = trace_port(reference, checkpoint, inputs, "float64", _legal(routing, text))
-    noise, _ = trace_port(reference, checkpoint, inputs, dtype, _legal(routing, text))
+    truth, _ = trace_port(reference, checkpoint, inputs, "float64", legal_routing(found, text))
+    noise, _ = trace_port(reference, checkpoint, inputs, dtype, legal_routing(found, text))
     for name in routing_of(truth):
         scores = truth[name.removesuffix(INDICES) + SCORES]
         truth[name] = own_choice(scores, text.num_experts_per_token)
@@ -185,11 +185,11 @@ def measured_yardstick(checkpoint: Path, inputs_file: Path, dtype: str, found: T
     return Yardstick(truth, noise, masks, text, True, "the reference in float64, measured on the checkpoint")
 
 
-def _legal(routing: Taps, text: TextConfig) -> Taps:
-    """Only choices that can be imposed at all; a trace with others fails at that router, by its margin."""
+def legal_routing(found: Taps, text: TextConfig) -> Taps:
+    """The choices of a trace that can be imposed at all; one with others fails at that router, by its margin."""
     return {
         name: array.astype(np.int64)
-        for name, array in routing.items()
+        for name, array in routing_of(found).items()
         if array.ndim == 2
         and array.shape[1] == text.num_experts_per_token
         and 0 <= array.min() <= array.max() < text.num_experts

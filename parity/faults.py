@@ -29,7 +29,8 @@ class Fault:
     must be caught. A target that one twin does not have is left out there.
 
     ``numbers`` maps ``module.CONSTANT`` to a wrong value, for faults that are no more than that. ``also`` names modules
-    that read what went wrong before ``module`` shows it; ``case`` is a catalogue case that can feel the fault.
+    that read what went wrong before ``module`` shows it; ``case`` is a catalogue case that can feel the fault;
+    ``hidden`` is the reason why bfloat16 cannot show it, where that is so.
     """
 
     id: str
@@ -40,6 +41,7 @@ class Fault:
     numbers: Mapping[str, Any] = field(default_factory=dict)
     also: tuple[str, ...] = ()
     case: str = "mini"
+    hidden: str = ""
 
     @contextmanager
     def applied(self, package: str) -> Iterator[None]:

@@ -57,6 +57,42 @@ class Finding(Record):
     command: str = ""
 
 
+class Guess(Record):
+    """Known faults that were put into the reference; ``residual`` is how far its answers are from the port's then."""
+
+    faults: tuple[str, ...]
+    claims: tuple[str, ...]
+    residual: float
+
+
+class Diagnosis(Record):
+    """What a wrong module looks like. ``error`` is the port's own distance from the right reference, on the same
+    answers; ``fits``: the best guess leaves little of it."""
+
+    module: str
+    error: float
+    fits: bool
+    guesses: tuple[Guess, ...]
+
+    @property
+    def text(self) -> str:
+        """One sentence: the best guess with its residual, and the next best."""
+        if not self.guesses:
+            return "has no known faults to compare with"
+        best, *others = self.guesses
+        if not self.fits:
+            return (
+                f"looks like no known fault: the nearest, {named(best)}, leaves {best.residual:.1g} of {self.error:.2g}"
+            )
+        next_best = f"; next best {' + '.join(others[0].faults)}, {others[0].residual:.2g}" if others else ""
+        return f"looks like {named(best)}, residual {best.residual:.1g} of {self.error:.2g}{next_best}"
+
+
+def named(guess: Guess) -> str:
+    claims = "; ".join(f"“{claim}”" for claim in guess.claims)
+    return f"{' + '.join(guess.faults)} ({claims})"
+
+
 class Report(Record):
     """A whole run; the ``--json`` document."""
 
@@ -65,6 +101,7 @@ class Report(Record):
     header: dict[str, str]
     findings: tuple[Finding, ...]
     seconds: float
+    diagnoses: tuple[Diagnosis, ...] = ()
 
     @property
     def counts(self) -> Counter:

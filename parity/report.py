@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from parity.findings import Finding, Report
+from parity.findings import Diagnosis, Finding, Report
 from parity.runner import by_module
 
 SHOWN_FAILURES = 12
@@ -83,11 +85,18 @@ def print_failures(console: Console, report: Report) -> None:
         console.print(f"\n{text}", style="bold red", highlight=False)
     culprits = sorted({finding.module for finding in sources})
     console.print(f"\nsource of the disagreement: {', '.join(culprits)}", style="bold red", highlight=False)
+    print_diagnoses(console, report.diagnoses)
     for finding in sources[:SHOWN_FAILURES]:
         console.print(failure_text(report.port, finding), highlight=False, soft_wrap=True)
     hidden = len(failures) - min(len(sources), SHOWN_FAILURES)
     if hidden:
         console.print(f"{hidden} more failures, most of them downstream; all of them with --json", style="dim")
+
+
+def print_diagnoses(console: Console, diagnoses: Iterable[Diagnosis]) -> None:
+    """One line a module."""
+    for item in diagnoses:
+        console.print(f"{item.module} {item.text}", style="bold", highlight=False, markup=False, soft_wrap=True)
 
 
 def failure_text(port: str, finding: Finding) -> str:

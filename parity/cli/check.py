@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from parity.cli.common import Json, PortName, Seed, finish, stderr
 from reference.errors import InputError
+
+if TYPE_CHECKING:
+    from parity.checks import Plan
+    from parity.findings import Report
 
 
 def check(
@@ -31,17 +35,29 @@ def check(
     ] = None,
     regime: Annotated[str | None, typer.Option("--regime", help="Keep only this input regime.")] = None,
     seed: Seed = 0,
+    diagnose: Annotated[
+        bool, typer.Option("--diagnose/--no-diagnose", help="Say which known fault a wrong module looks like.")
+    ] = True,
     as_json: Json = False,
 ) -> None:
     """Compare a port with the reference, module by module and end to end.
 
     Exit codes: 0 agree, 1 disagree, 2 bad input, 3 the port could not load or crashed, 5 nothing was compared.
     """
+    from parity.runner import run_checks
+
+    plan, chosen = planned(port, case, dtype, checks, part, golden, seed)
+    report = run_checks(plan, chosen, regime, progress)
+    finish(diagnosed(plan, report) if diagnose else report, as_json)
+
+
+def planned(port, case, dtype, checks, part, golden, seed) -> tuple[Plan, tuple[str, ...]]:
+    """The plan of a run and the names of its checks; raises InputError for an option that cannot be."""
     from fixtures.catalogue import CATALOGUE
     from parity.checks import Plan
     from parity.checks.plan import case_named
     from parity.ports import load_port
-    from parity.runner import CORE_CASES, EVERY_CASE, checks_of, known_checks, run_checks
+    from parity.runner import CORE_CASES, EVERY_CASE, checks_of, known_checks
 
     under_test = load_port(port)
     able = under_test.capabilities()
@@ -49,15 +65,23 @@ def check(
     cases = tuple(case_named(name, seed) for name in (CATALOGUE if EVERY_CASE in names else names))
     if (golden is not None or not able.kinds) and not checks:
         checks = ["golden"]
-    chosen = known_checks(checks or checks_of(part))
     if golden is not None:
         known_golden(golden)
-    plan = Plan(under_test, cases, known_dtypes(dtype, able.dtypes), seed, golden)
+    chosen = known_checks(checks or checks_of(part))
+    return Plan(under_test, cases, known_dtypes(dtype, able.dtypes), seed, golden), chosen
 
-    def progress(name: str) -> None:
-        stderr.print(f"… {name}", style="dim", highlight=False)
 
-    finish(run_checks(plan, chosen, regime, progress), as_json)
+def diagnosed(plan: Plan, report: Report) -> Report:
+    """The report with what its culprits look like, if it has any."""
+    from parity.diagnosis import diagnose
+
+    if not report.failures:
+        return report
+    return report.model_copy(update={"diagnoses": diagnose(plan, report, progress)})
+
+
+def progress(name: str) -> None:
+    stderr.print(f"… {name}", style="dim", highlight=False)
 
 
 def known_dtypes(given: list[str] | None, able: tuple[str, ...]) -> tuple[str, ...]:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from parity.cli.common import Json, finish
 from reference.errors import InputError
+
+if TYPE_CHECKING:
+    from parity.findings import Report
 
 
 def compare(
@@ -24,6 +27,13 @@ def compare(
     as_json: Json = False,
 ) -> None:
     """Compare two traces tap by tap; every tap of GOLDEN must be in FOUND, except runs that its port cannot do."""
+    finish(compared(found, golden, checkpoint, dtype, part)[0], as_json)
+
+
+def compared(
+    found: Path, golden: Path, checkpoint: Path | None = None, dtype: str | None = None, part: str = "all"
+) -> tuple[Report, str]:
+    """(report, dtype) of one trace against another."""
     from parity.compare_traces import PARTS, trace_findings, yardstick_for
     from parity.findings import Report
     from parity.trace import load_trace
@@ -36,15 +46,13 @@ def compare(
         right = {name: array for name, array in right.items() if name.partition("/")[0] in PARTS[part]}
     dtype = dtype or metadata.get("dtype") or told_dtype(golden, right)
     yardstick = yardstick_for(golden, dtype, taps, checkpoint)
-    findings = tuple(trace_findings(golden.parent.name, dtype, taps, metadata, right, yardstick))
-    header = {"found": str(found), "golden": str(golden), "dtype": dtype, "measured by": yardstick.origin}
     report = Report(
         port=metadata.get("port", found.name),
-        header=header,
-        findings=findings,
+        header={"found": str(found), "golden": str(golden), "dtype": dtype, "measured by": yardstick.origin},
+        findings=tuple(trace_findings(golden.parent.name, dtype, taps, metadata, right, yardstick)),
         seconds=round(time.monotonic() - started, 2),
     )
-    finish(report, as_json)
+    return report, dtype
 
 
 def told_dtype(path: Path, taps: dict) -> str:

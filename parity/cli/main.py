@@ -7,7 +7,21 @@ import sys
 
 import typer
 
-from parity.cli import audit, baseline, bench, chat, check, compare, coverage, fixture, image, trace, width
+from parity.cli import (
+    audit,
+    baseline,
+    bench,
+    chat,
+    check,
+    compare,
+    coverage,
+    diagnose,
+    faults,
+    fixture,
+    image,
+    trace,
+    width,
+)
 from parity.cli.common import stderr
 from parity.exits import EXIT_USAGE
 from reference.errors import InputError
@@ -21,10 +35,12 @@ app = typer.Typer(
 app.command("check")(check.check)
 app.command("trace")(trace.trace)
 app.command("compare")(compare.compare)
+app.command("diagnose")(diagnose.diagnose)
 app.command("coverage")(coverage.coverage)
 app.command("chat")(chat.chat)
 app.command("image")(image.image)
 app.command("audit")(audit.audit)
+app.add_typer(faults.app, name="faults")
 app.add_typer(fixture.app, name="fixture")
 app.add_typer(baseline.app, name="baseline")
 app.add_typer(bench.app, name="bench")
