@@ -30,6 +30,7 @@ class Finding(Record):
     """One comparison: where, how much, and whether it is the source of the trouble.
 
     ``error`` and ``noise`` are relative RMS against float64: the port's, and the reference's in the same dtype.
+    ``baseline`` is the committed error of this tap, where the port has one (parity/baseline.py).
     ``isolated``: the module was given the reference's own input, so that a failure is its own; else it stands in a
     chain. ``inputs_agree``: nothing that this quantity is computed from was found wrong.
     """
@@ -46,6 +47,7 @@ class Finding(Record):
     error: float | None = None
     allowed: float | None = None
     noise: float | None = None
+    baseline: float | None = None
     cosine: float | None = None
     worst: Worst | None = None
     isolated: bool = True

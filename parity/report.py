@@ -107,6 +107,7 @@ def failure_text(port: str, finding: Finding) -> str:
     if finding.error is not None:
         amount = f"  error {finding.error:.3g}, allowed {finding.allowed or 0:.3g}"
         amount += f", the reference's own {finding.noise:.3g}" if finding.noise is not None else ""
+        amount += f", baseline {finding.baseline:.2g}" if finding.baseline is not None else ""
         lines.append(amount + (f", cosine {finding.cosine:.6f}" if finding.cosine is not None else ""))
     if finding.worst is not None:
         worst = finding.worst

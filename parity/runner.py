@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 
+from parity.baseline import Baselines
 from parity.checks import CHECKS, PARTS, Plan
 from parity.compare import Place
 from parity.findings import Finding, Report
@@ -41,19 +42,21 @@ def run_checks(
 ) -> Report:
     """Run the named checks and collect every finding; ``regime`` keeps only one regime's."""
     started, findings, regimes = time.monotonic(), [], set()
+    baselines = Baselines(plan.port)
     for name in checks:
         progress(name)
         for finding in _own_data_is_good(plan, name):
             regimes.add(finding.regime)
             if regime is None or finding.regime == regime:
-                findings.append(finding.model_copy(update={"command": repeat_command(plan, finding)}))
+                command = repeat_command(plan, finding)
+                findings.append(baselines.judged(finding).model_copy(update={"command": command}))
     if regimes and not findings:
         raise InputError(
             "--regime", regime, f"one of {', '.join(sorted(regimes))}", regime, "name a regime of these checks"
         )
     return Report(
         port=plan.port.name,
-        header=header(plan.port, plan.dtypes, plan.seed),
+        header=header(plan.port, plan.dtypes, plan.seed) | {"baselines": baselines.state(plan.seed)},
         findings=tuple(findings),
         seconds=round(time.monotonic() - started, 2),
     )

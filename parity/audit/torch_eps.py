@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from parity.audit.entry import AuditEntry
+from parity.audit.subject import Subject
 
 CANDIDATES = {
     "2^-7, bfloat16's own": 2.0**-7,
@@ -18,8 +19,8 @@ PROBES = (2.0**-4, 2.0**-8, 2.0**-11, 2.0**-13)
 """Every element of a row has this value: its mean square is around one or another of the candidates."""
 
 
-def audit_torch_eps() -> Iterator[AuditEntry]:
-    """One entry for float32 and one for bfloat16: rows of known mean square tell the epsilon apart."""
+def audit_torch_eps(subject: Subject) -> Iterator[AuditEntry]:
+    """One entry for float32 and one for bfloat16, whatever the subject: rows of known mean square tell them apart."""
     import torch
 
     for dtype in (torch.float32, torch.bfloat16):
@@ -36,9 +37,10 @@ def audit_torch_eps() -> Iterator[AuditEntry]:
             name=f"torch-rmsnorm-eps-{name}",
             question=f"Which epsilon does torch.nn.RMSNorm(dim), built without one, use in {name}?",
             readings={key: f"off by at most {value:.2g}" for key, value in misfit.items()},
-            evidence=f"torch {torch.__version__}: rows of equal values {measured}",
+            evidence=(f"torch {torch.__version__}: rows of equal values {measured}",),
             verdict=f"{best} (off by {misfit[best]:.1g}; the next reading is off by {second:.1g})",
             section="§9",
+            status="decided",
         )
 
 

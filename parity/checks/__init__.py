@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from parity.checks import (
+    baselines,
     chat,
     converter,
     coverage,
@@ -26,6 +27,7 @@ from parity.findings import Finding
 CHECKS: dict[str, Callable[[Plan], Iterator[Finding]]] = {
     "coverage": coverage.run,
     "twins": twins.run,
+    "baselines": baselines.run,
     "anchor": golden.anchor,
     "golden": golden.run,
     "modules": modules.run,
@@ -41,7 +43,18 @@ CHECKS: dict[str, Callable[[Plan], Iterator[Finding]]] = {
     "converter": converter.run,
 }
 PARTS: dict[str, tuple[str, ...]] = {
-    "text": ("coverage", "twins", "anchor", "golden", "modules", "layers", "end_to_end", "decode", "padding"),
+    "text": (
+        "coverage",
+        "twins",
+        "baselines",
+        "anchor",
+        "golden",
+        "modules",
+        "layers",
+        "end_to_end",
+        "decode",
+        "padding",
+    ),  # fmt: skip
     "vision": ("coverage", "golden", "vision"),
     "multimodal": ("golden", "multimodal"),
     "processor": ("processor",),

@@ -9,6 +9,7 @@ import typer
 
 from parity.cli import (
     audit,
+    baseline,
     bench,
     chat,
     check,
@@ -45,6 +46,7 @@ app.command("image")(image.image)
 app.command("audit")(audit.audit)
 app.add_typer(faults.app, name="faults")
 app.add_typer(fixture.app, name="fixture")
+app.add_typer(baseline.app, name="baseline")
 app.add_typer(bench.app, name="bench")
 app.add_typer(width.app, name="width")
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from parity import known
+from parity import baseline, known
 from parity.checks import CHECKS, Plan
 from parity.findings import Finding, Report
 from parity.report import failure_text
@@ -21,7 +21,8 @@ reports: list[Report] = []
 def judge(plan: Plan, check: str) -> None:
     """Run one check; fail with its sources, or skip with the reason where the port offers none of it."""
     findings = [
-        finding.model_copy(update={"command": repeat_command(plan, finding)}) for finding in CHECKS[check](plan)
+        finding.model_copy(update={"command": repeat_command(plan, finding)})
+        for finding in baseline.judged(plan.port, CHECKS[check](plan))
     ]
     verdict(plan.port.name, findings)
 
