@@ -54,6 +54,7 @@ ISOLATED: dict[str, Tolerance] = {
     "router": _row("one product in float32 over the hidden size, a sigmoid, a division by the sum of k"),
     "latent_moe": _row("two products around the norm of a sum of k experts, plus the shared MLP"),
     "experts": _row("k experts summed in float32 in another order"),
+    "saliency": _row("a sum of squares, then a sum over tokens in another order"),
     "vision.patch_embed": _row("one product over a patch, plus four positions weighed in float64 and rounded once"),
     "vision.attention": _row("a softmax over all patches of an item", float32=6.0),
     "vision.block": _row("attention and an MLP around two norms"),

@@ -71,6 +71,19 @@ class DecoderLayer(nn.Module):
         """The dense MLP, or the routed and shared experts, on their normed input [B, T, hidden]."""
         return tap(self, "mlp.output", self.block_sparse_moe(x, self) if self.is_moe else self.mlp(x))
 
+    def add_attention(
+        self,
+        prefix_sum: mx.array,
+        blocks: list[mx.array],
+        token_mask: mx.array | None = None,
+        cache_entry: CacheEntry | None = None,
+    ) -> tuple[mx.array, list[mx.array]]:
+        """The first half of a layer, up to what ``mlp_input`` reads. The caller's list is not changed."""
+        attended = self.attend(self.attention_input(prefix_sum, blocks), token_mask, cache_entry)
+        if self.block_size and starts_block(self.layer, self.block_size):
+            return attended, [*blocks, prefix_sum]
+        return prefix_sum + attended, blocks
+
     def __call__(
         self,
         prefix_sum: mx.array,
@@ -79,11 +92,7 @@ class DecoderLayer(nn.Module):
         cache_entry: CacheEntry | None = None,
     ) -> tuple[mx.array, list[mx.array]]:
         """One layer of §6: (prefix_sum, blocks) -> (prefix_sum, blocks). The caller's list is not changed."""
-        attended = self.attend(self.attention_input(prefix_sum, blocks), token_mask, cache_entry)
-        if self.block_size and starts_block(self.layer, self.block_size):
-            blocks, prefix_sum = [*blocks, prefix_sum], attended
-        else:
-            prefix_sum = prefix_sum + attended
+        prefix_sum, blocks = self.add_attention(prefix_sum, blocks, token_mask, cache_entry)
         prefix_sum = prefix_sum + self.feed_forward(self.mlp_input(prefix_sum, blocks))
         return tap(self, "output", prefix_sum), blocks
 

@@ -69,6 +69,19 @@ class DecoderLayer(nn.Module):
         """The dense MLP, or the routed and shared experts, on their normed input [B, T, hidden]."""
         return tap(self, "mlp.output", self.block_sparse_moe(x, self) if self.is_moe else self.mlp(x))
 
+    def add_attention(
+        self,
+        prefix_sum: Tensor,
+        blocks: list[Tensor],
+        token_mask: Tensor | None = None,
+        cache_entry: CacheEntry | None = None,
+    ) -> tuple[Tensor, list[Tensor]]:
+        """The first half of a layer, up to what ``mlp_input`` reads. The caller's list is not changed."""
+        attended = self.attend(self.attention_input(prefix_sum, blocks), token_mask, cache_entry)
+        if self.block_size and starts_block(self.layer, self.block_size):
+            return attended, [*blocks, prefix_sum]
+        return prefix_sum + attended, blocks
+
     def forward(
         self,
         prefix_sum: Tensor,
@@ -77,11 +90,7 @@ class DecoderLayer(nn.Module):
         cache_entry: CacheEntry | None = None,
     ) -> tuple[Tensor, list[Tensor]]:
         """One layer of §6: (prefix_sum, blocks) -> (prefix_sum, blocks). The caller's list is not changed."""
-        attended = self.attend(self.attention_input(prefix_sum, blocks), token_mask, cache_entry)
-        if self.block_size and starts_block(self.layer, self.block_size):
-            blocks, prefix_sum = [*blocks, prefix_sum], attended
-        else:
-            prefix_sum = prefix_sum + attended
+        prefix_sum, blocks = self.add_attention(prefix_sum, blocks, token_mask, cache_entry)
         prefix_sum = prefix_sum + self.feed_forward(self.mlp_input(prefix_sum, blocks))
         return tap(self, "output", prefix_sum), blocks
 

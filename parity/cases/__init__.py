@@ -6,8 +6,9 @@ from parity.cases.base import Drawn, FunctionCase
 from parity.cases.kda import CASES as KDA
 from parity.cases.moe import CASES as MOE
 from parity.cases.norm import CASES as NORM
+from parity.cases.saliency import CASES as SALIENCY
 from parity.cases.short_conv import CASES as SHORT_CONV
 
-CASES: tuple[FunctionCase, ...] = (*NORM, *ACTIVATION, *SHORT_CONV, *KDA, *ATTN_RES, *MOE)
+CASES: tuple[FunctionCase, ...] = (*NORM, *ACTIVATION, *SHORT_CONV, *KDA, *ATTN_RES, *MOE, *SALIENCY)
 
 __all__ = ["CASES", "Drawn", "FunctionCase"]

@@ -18,7 +18,7 @@ from parity.tolerance import ISOLATED
 ROOT = Path(__file__).parents[2]
 TWINS = (
     "norm", "activation", "padding", "short_conv", "kda", "kda_chunk", "mla", "attn_res", "mlp", "moe", "cache",
-    "text", "model", "weights", "vision", "vision_position", "projector", "merge",
+    "text", "model", "weights", "vision", "vision_position", "projector", "merge", "saliency",
 )  # fmt: skip
 ONE_SIDED = {
     "reference": {

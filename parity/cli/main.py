@@ -11,6 +11,7 @@ from parity.cli import (
     audit,
     baseline,
     bench,
+    budget,
     chat,
     check,
     compare,
@@ -44,6 +45,7 @@ app.command("convert")(convert.convert)
 app.command("chat")(chat.chat)
 app.command("image")(image.image)
 app.command("audit")(audit.audit)
+app.command("budget")(budget.budget)
 app.add_typer(faults.app, name="faults")
 app.add_typer(fixture.app, name="fixture")
 app.add_typer(baseline.app, name="baseline")

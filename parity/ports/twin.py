@@ -38,6 +38,9 @@ FUNCTIONS = frozenset(
         "moe.limit_to_groups",
         "moe.select_experts",
         "moe.routing_weights",
+        "saliency.output_norms",
+        "saliency.expert_sums",
+        "saliency.expert_counts",
     }
 )
 FORMS = {"kda": ("chunked", "recurrent"), "mla": ("plain", "absorbed")}
