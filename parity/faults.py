@@ -136,9 +136,9 @@ class FaultyPort:
         with self._in_force():
             return self.inner.call(function, arrays, settings)
 
-    def picture(self, pixels):
+    def picture(self, file, settings):
         with self._in_force():
-            return self.inner.picture(pixels)
+            return self.inner.picture(file, settings)
 
     def chat(self, call):
         with self._in_force():

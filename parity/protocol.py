@@ -136,7 +136,7 @@ class Port(Protocol):
         """Evaluate ``module.function`` on arrays that come in the dtype to compute in; the results as a tuple."""
 
     # Three more methods that a port may have; without them these parts are unsupported:
-    # picture(pixels [h, w, 3] uint8) -> {"pixel_values": [L, 3, p, p], "tokens": int, "prompt": str}
+    # picture(bytes of a PNG or TIFF, media_proc_cfg) -> {"pixel_values": [L, 3, p, p], "tokens": int, "prompt": str}
     # chat(call: dict of keyword arguments, as in fixtures/golden/chat.json) -> [(text, is_markup), …], or any exception
     # tokenize(folder with tiktoken.model and tokenizer_config.json, [(text, is_markup), …]) -> [id, …]
 

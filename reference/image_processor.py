@@ -126,6 +126,11 @@ def prompt(width: int, height: int) -> str:
     return f"<|media_begin|>image {width}x{height}<|media_content|><|media_pad|><|media_end|>"
 
 
+def resize(image: Image.Image, size: tuple[int, int]) -> Image.Image:
+    """Bicubic, as Pillow does it; a picture that has the size already stays as it is."""
+    return image.resize(size, Image.Resampling.BICUBIC)
+
+
 def normalize(pixels: np.ndarray, config: MediaConfig) -> np.ndarray:
     """uint8 [h, w, 3] -> float32 ``(x/255 − mean) / std``."""
     mean, std = (np.array(values, np.float32) for values in (config.image_mean, config.image_std))
@@ -210,7 +215,7 @@ class ImageProcessor:
         background = self.config.transparent_bg_config or WHITE
         if self.config.transparent_bg_fill_stage == "before_resize":
             image = composite(image, background)
-        image = composite(image.resize(plan.resized, Image.Resampling.BICUBIC), background)
+        image = composite(resize(image, plan.resized), background)
         canvas = np.zeros((plan.padded[1], plan.padded[0], 3), np.uint8)
         canvas[: plan.resized[1], : plan.resized[0]] = np.asarray(image)
         return canvas

@@ -1,16 +1,20 @@
-"""The image processor: token counts that are known, and pixels whose values are known (K3.md §12)."""
+"""The image processor (K3.md §12): token counts and pixels that are known, then pictures of every colour mode whose
+pixels the reference tells."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 import numpy as np
+from PIL import Image
 
+from parity.cases.pictures import PICTURES, RELEASED, Drawn, draw, file_of
 from parity.checks.plan import Plan
 from parity.compare import Place, crash_note
 from parity.findings import Finding, measure
 from parity.protocol import Unsupported
 from parity.quantities import Quantity
+from reference.image_processor import ImageProcessor, MediaConfig
 
 PROCESSOR = Quantity("image_processor", "§12")
 TOKENS = {
@@ -32,11 +36,13 @@ def run(plan: Plan) -> Iterator[Finding]:
         yield from _size_findings(place._replace(regime=f"{size[0]}x{size[1]}"), process, size, tokens)
     for name, (level, value) in SHADES.items():
         yield from _shade_findings(place._replace(regime=name), process, level, value)
+    for name, drawn in PICTURES.items():
+        yield from _picture_findings(place._replace(regime=name), process, drawn)
 
 
 def _size_findings(place: Place, process, size: tuple[int, int], tokens: int) -> Iterator[Finding]:
     width, height = size
-    done = _processed(place, process, np.full((height, width, 3), 255, np.uint8))
+    done = _processed(place, process, file_of(Image.new("RGB", size, "white")), RELEASED)
     if isinstance(done, Finding):
         yield done
         return
@@ -47,21 +53,37 @@ def _size_findings(place: Place, process, size: tuple[int, int], tokens: int) ->
 
 def _shade_findings(place: Place, process, level: int, value: float) -> Iterator[Finding]:
     """30×20 pixels become one row of 2×3 patches with padding: the picture's shade, then −1."""
-    done = _processed(place, process, np.full((20, 30, 3), level, np.uint8))
+    done = _processed(place, process, file_of(Image.new("RGB", (30, 20), (level,) * 3)), RELEASED)
     if isinstance(done, Finding):
         yield done
         return
     truth = np.full((28, 56, 3), -1.0)
     truth[:20, :30] = value
     patches = truth.reshape(2, 14, 4, 14, 3).transpose(0, 2, 4, 1, 3).reshape(8, 3, 14, 14)
-    result = measure(np.asarray(done["pixel_values"]), patches)
+    yield _pixels(place, done["pixel_values"], patches)
+
+
+def _picture_findings(place: Place, process, drawn: Drawn) -> Iterator[Finding]:
+    file, settings = draw(drawn), RELEASED | drawn.settings
+    done = _processed(place, process, file, settings)
+    if isinstance(done, Finding):
+        yield done
+        return
+    processor = ImageProcessor(MediaConfig.from_dict(settings))
+    yield _equal(place, "tokens", done["tokens"], processor.resize_plan(*drawn.size).token_count)
+    yield _pixels(place, done["pixel_values"], processor.pixel_values(file))
+
+
+def _pixels(place: Place, found, truth: np.ndarray) -> Finding:
+    """A single pixel that is one of 256 levels off exceeds the limit."""
+    result = measure(np.asarray(found), truth)
     status = "pass" if result["error"] <= 1e-6 else "fail"
-    yield place.finding(PROCESSOR, "pixel_values", status, allowed=1e-6, inputs_agree=True, **result)
+    return place.finding(PROCESSOR, "pixel_values", status, allowed=1e-6, inputs_agree=True, **result)
 
 
-def _processed(place: Place, process, pixels: np.ndarray):
+def _processed(place: Place, process, file: bytes, settings: dict):
     try:
-        return process(pixels)
+        return process(file, settings)
     except Unsupported as reason:
         return place.finding(PROCESSOR, "picture", "unsupported", note=str(reason))
     except Exception as error:

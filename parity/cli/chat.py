@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -33,15 +35,24 @@ def chat(
     results: dict[str, dict[str, Any]] = {}
     for name, call in named_calls(read_json(calls), calls).items():
         try:
+            check_fields(call, encode_conversation)
             segments = encode_conversation(**call)
             results[name] = {"segments": segments}
             if known:
                 results[name]["ids"] = known.encode_segments(segments)
-        except (InputError, TypeError) as error:
+        except InputError as error:
             results[name] = {"error": " ".join(str(error).split())}
             stderr.print(f"{name}: {error}", markup=False, highlight=False, soft_wrap=True)
-    print(json.dumps({"format": 1, "cases": results}, ensure_ascii=False))
+    print(json.dumps({"format": 1, "cases": results}))  # in ASCII: any terminal can take it, a lone surrogate too
     raise typer.Exit(EXIT_USAGE if any("error" in result for result in results.values()) else EXIT_AGREE)
+
+
+def check_fields(call: dict[str, Any], encode: Callable) -> None:
+    """Raise InputError for a field that no call has."""
+    known = inspect.signature(encode).parameters
+    for field in call:
+        if field not in known:
+            raise InputError("call", field, f"one of {', '.join(known)}", "an unknown field", "check its spelling")
 
 
 def named_calls(document: Any, source: Path) -> dict[str, dict[str, Any]]:

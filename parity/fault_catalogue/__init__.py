@@ -6,7 +6,7 @@ of the same kind.
 
 from __future__ import annotations
 
-from parity.fault_catalogue import attention, experts, kda, loading, pictures, residuals, words
+from parity.fault_catalogue import attention, experts, kda, loading, pictures, pixels, residuals, words
 from parity.faults import Fault
 
 FAULTS: tuple[Fault, ...] = (
@@ -16,6 +16,7 @@ FAULTS: tuple[Fault, ...] = (
     *experts.FAULTS,
     *loading.FAULTS,
     *pictures.FAULTS,
+    *pixels.FAULTS,
     *words.FAULTS,
 )
 

@@ -1,4 +1,4 @@
-"""Faults of the vision tower, the projector, the merge and the image processor (K3.md §9, §10, §12)."""
+"""Faults of the vision tower, the projector and the merge (K3.md §9, §10)."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ import numpy as np
 from parity.fault_catalogue.patches import around, exchanged, given, instead, result, stacked, stored
 from parity.faults import Fault, library
 from reference.taps import tap
-
-CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 
 
 def pairs_exchanged(angles: Any, package: str) -> Any:
@@ -155,21 +153,6 @@ def items_reversed(original: Callable, package: str, input_ids, attention_mask, 
 def counted_from_the_left(original: Callable, package: str, mask) -> Any:
     right = original(mask)
     return 0 * right + library(package).arange(mask.shape[-1])
-
-
-def smaller_limit(original: Callable, package: str, width, height, config) -> Any:
-    return original(width, height, config.model_copy(update={"in_patch_limit": 16384}))
-
-
-def clip_constants(original: Callable, package: str, pixels, config) -> Any:
-    return original(pixels, config.model_copy(update={"image_mean": CLIP_MEAN, "image_std": CLIP_STD}))
-
-
-def channels_last(package: str, pixels, patch_size) -> Any:
-    """Patches flattened as (row, column, channel) where (channel, row, column) is right."""
-    height, width, channels = pixels.shape
-    tiles = pixels.reshape(height // patch_size, patch_size, width // patch_size, patch_size, channels)
-    return tiles.transpose(0, 2, 1, 3, 4).reshape(-1, channels, patch_size, patch_size)
 
 
 FAULTS: tuple[Fault, ...] = (
@@ -338,40 +321,5 @@ FAULTS: tuple[Fault, ...] = (
         "positions count padding too",
         "position ids of padded rows",
         {"merge.position_ids": around(counted_from_the_left)},
-    ),
-    Fault(
-        "F90",
-        "image_processor",
-        "pictures are normalised with CLIP's constants",
-        "white becomes about 2",
-        {"image_processor.normalize": around(clip_constants)},
-    ),
-    Fault(
-        "F91",
-        "image_processor",
-        "the prompt is the placeholder between its markers",
-        "silent loss of quality",
-        {"image_processor.prompt": instead(lambda package, *args: "<|media_begin|><|media_pad|><|media_end|>")},
-    ),
-    Fault(
-        "F91b",
-        "image_processor",
-        "the prompt states the height first",
-        "silent loss of quality",
-        {"image_processor.prompt": lambda original, package: lambda width, height: original(height, width)},
-    ),
-    Fault(
-        "F93",
-        "image_processor",
-        "the limit of patches is that of the model before",
-        "large pictures lose detail",
-        {"image_processor.resize_scale": around(smaller_limit)},
-    ),
-    Fault(
-        "F93b",
-        "image_processor",
-        "patches are stored with their channels last",
-        "noise",
-        {"image_processor.patches": instead(channels_last)},
     ),
 )

@@ -199,14 +199,15 @@ class TwinPort:
         model = self.module("weights").load_model(checkpoint, dtype)
         return TwinSession(self, model, K3Config.from_file(checkpoint), dtype)
 
-    def picture(self, pixels: np.ndarray) -> dict[str, Any]:
+    def picture(self, file: bytes, settings: Mapping[str, Any]) -> dict[str, Any]:
         """The released image processor; the two twins share it, since it has no tensor library in it."""
-        processor = importlib.import_module("reference.image_processor").ImageProcessor()
-        height, width = pixels.shape[:2]
+        module = importlib.import_module("reference.image_processor")
+        processor = module.ImageProcessor(module.MediaConfig.from_dict(settings))
+        image = module.open_picture(file)
         return {
-            "pixel_values": processor.pixel_values(pixels),
-            "tokens": processor.resize_plan(width, height).token_count,
-            "prompt": processor.prompt(width, height),
+            "pixel_values": processor.pixel_values(image),
+            "tokens": processor.resize_plan(*image.size).token_count,
+            "prompt": processor.prompt(*image.size),
         }
 
     def chat(self, call: Mapping[str, Any]) -> list[tuple[str, bool]]:

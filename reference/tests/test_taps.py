@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 from reference.taps import Recorder, imposed, listening, name_modules, recording, tap
 
 
@@ -36,3 +38,13 @@ def test_the_innermost_recorder_listens_and_the_outer_one_comes_back():
             tap(leaf, "gate", 1)
         tap(leaf, "gate", 2)
     assert inner.values == {"gate": 1} and outer.values == {"gate": 2}
+
+
+def test_a_recorder_hears_its_own_thread_alone():
+    leaf = Module()
+    name_modules(Module(layers=leaf))
+    with ThreadPoolExecutor(1) as pool, recording(Recorder()) as recorder:
+        tap(leaf, "gate", 1)
+        pool.submit(tap, leaf, "gate", 2).result()
+        assert listening() and not pool.submit(listening).result()
+    assert recorder.values == {"layers.gate": 1}
