@@ -19,7 +19,7 @@ from parity.checks import CHECKS, Plan
 from parity.compare_traces import PARTS, legal_routing
 from parity.fault_catalogue import FAULTS
 from parity.faults import Fault, FaultyPort
-from parity.findings import Diagnosis, Finding, Guess, Report
+from parity.findings import OF_THE_REFERENCE, Diagnosis, Finding, Guess, Report
 from parity.likeness import WHOLE, differences, within
 from parity.protocol import Taps
 from parity.recording import TRACE, Asked, Recording, asked_again
@@ -87,7 +87,7 @@ def culprits(report: Report) -> list[str]:
 
     Where a part of a module is named, the module as a whole need not be.
     """
-    named = [finding.module for finding in report.sources if finding.check != "anchor"]
+    named = [finding.module for finding in report.sources if finding.check not in OF_THE_REFERENCE]
     wholes = {whole for whole in WHOLE if any(within(whole, module) and module != whole for module in named)}
     return sorted(set(named) - wholes, key=lambda module: -named.count(module))[:MODULES]
 
@@ -111,7 +111,7 @@ def groups(sources: Iterable[Finding], module: str) -> list[tuple[str, str, str]
 
     The module's functions are asked even if they are right: that tells a wrong function from right ones misused.
     """
-    found = {(f.check, f.case, f.dtype): f for f in sources if f.module == module and f.check != "anchor"}
+    found = {(f.check, f.case, f.dtype): f for f in sources if f.module == module and f.check not in OF_THE_REFERENCE}
     ranked = sorted(found, key=lambda key: (key[2] == "bfloat16", list(CHECKS).index(key[0])))
     if any(key[2] != "bfloat16" for key in ranked):
         ranked = [key for key in ranked if key[2] != "bfloat16"]

@@ -11,6 +11,8 @@ from parity.exits import EXIT_AGREE, EXIT_DISAGREE, EXIT_NOTHING, EXIT_PORT
 from parity.metrics import cosine, relative_rms, worst_element
 
 FORMAT = 1
+OF_THE_REFERENCE = ("anchor", "records")
+"""Checks of the reference itself, whatever port is under test."""
 Status = Literal["pass", "fail", "unsupported", "error"]
 
 

@@ -103,9 +103,11 @@ class Compared:
     @property
     def totals(self) -> Counter:
         """By outcome; what is compared of the reference itself is not the port's."""
+        from parity.findings import OF_THE_REFERENCE
+
         totals: Counter = Counter()
         for (check, *_, status), number in self.counts.items():
-            totals[status] += number if check != "anchor" else 0
+            totals[status] += number if check not in OF_THE_REFERENCE else 0
         return totals
 
     def stale(self) -> list[tuple]:

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from parity.findings import Diagnosis, Finding, Report
+from parity.findings import OF_THE_REFERENCE, Diagnosis, Finding, Report
 from parity.runner import by_module
 
 SHOWN_FAILURES = 12
@@ -80,7 +80,7 @@ def print_failures(console: Console, report: Report) -> None:
     sources, failures = report.sources, report.failures
     if not failures:
         return
-    if any(finding.check == "anchor" for finding in sources):
+    if any(finding.check in OF_THE_REFERENCE for finding in sources):
         text = "the reference itself departs from the authors' own results: mend it before believing anything below"
         console.print(f"\n{text}", style="bold red", highlight=False)
     culprits = sorted({finding.module for finding in sources})

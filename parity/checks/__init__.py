@@ -17,6 +17,7 @@ from parity.checks import (
     multimodal,
     padding,
     processor,
+    records,
     tokenizer,
     twins,
     vision,
@@ -37,6 +38,7 @@ CHECKS: dict[str, Callable[[Plan], Iterator[Finding]]] = {
     "padding": padding.run,
     "vision": vision.run,
     "multimodal": multimodal.run,
+    "records": records.run,
     "processor": processor.run,
     "chat": chat.run,
     "tokenizer": tokenizer.run,
@@ -57,8 +59,8 @@ PARTS: dict[str, tuple[str, ...]] = {
     ),  # fmt: skip
     "vision": ("coverage", "golden", "vision"),
     "multimodal": ("golden", "multimodal"),
-    "processor": ("processor",),
-    "chat": ("chat", "tokenizer"),
+    "processor": ("records", "processor"),
+    "chat": ("records", "chat", "tokenizer"),
     "converter": ("converter",),
 }
 """What belongs to which part of the model."""

@@ -36,6 +36,6 @@ def test_baselines(port):
     judge(Plan(port), "baselines")
 
 
-@pytest.mark.parametrize("part", ["processor", "chat", "tokenizer", "anchor"])
+@pytest.mark.parametrize("part", ["records", "processor", "chat", "tokenizer", "anchor"])
 def test_part(part, port):
     judge(Plan(port), part)
