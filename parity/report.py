@@ -43,7 +43,13 @@ def module_table(report: Report) -> Table:
     for name in ("module", "K3.md", "dtype", "compared", "failed", "worst error", "allowed", "at"):
         table.add_column(name, justify="right" if name in ("compared", "failed", "worst error", "allowed") else "left")
     for row in module_rows(report):
-        cells = [row.module, row.section, row.dtype, str(row.compared), Text(str(row.failed), "red" if row.failed else "")]
+        cells = [
+            row.module,
+            row.section,
+            row.dtype,
+            str(row.compared),
+            Text(str(row.failed), "red" if row.failed else ""),
+        ]
         if row.worst is None or row.worst.error is None:
             cells += ["", "", "" if row.compared else "unsupported"]
         else:

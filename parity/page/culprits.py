@@ -35,7 +35,11 @@ class Group(NamedTuple):
         failures = "1 failure" if many == 1 else f"{count(many)} failures"
         if not own:
             return failures
-        return f"{failures}, {own} of them sources" if own < many else f"{failures}, {'a source' if own == 1 else 'all sources'}"
+        return (
+            f"{failures}, {own} of them sources"
+            if own < many
+            else f"{failures}, {'a source' if own == 1 else 'all sources'}"
+        )
 
 
 def wrong_modules(report: Report) -> list[Culprit]:
@@ -94,14 +98,19 @@ def module_tables(report: Report) -> list[ModuleTable]:
         for title, why, members, folded in (
             ("The port's modules", "", numeric, False),
             ("Exact things", "Names, tensors, words and pixels that must be equal, or nearly so.", exact, True),
-            ("The reference itself", "Against what the model's authors compute: the yardstick, measured.", anchor, True),
+            (
+                "The reference itself",
+                "Against what the model's authors compute: the yardstick, measured.",
+                anchor,
+                True,
+            ),
         )
         if members
     ]
 
 
 def failure_groups(report: Report) -> list[Group]:
-    """Every failure, by the command that repeats it; groups that hold a source come first, the first culprit's ahead."""
+    """Every failure, by the command that repeats it: first the groups that hold a source, in the culprits' order."""
     own = {id(finding) for finding in report.sources}
     groups: dict[str, list[Finding]] = {}
     for finding in report.failures:

@@ -37,7 +37,7 @@ class Point(NamedTuple):
 
 
 class Panel(NamedTuple):
-    """One drawing: ``points`` of the case that is nearest to its limit or furthest over it, ``others`` as thin paths."""
+    """One drawing: ``points`` of the case that is nearest to its limit or furthest over it, ``others`` as paths."""
 
     isolated: bool
     dtype: str
@@ -103,7 +103,7 @@ def bare(tap: str) -> str:
 
 
 def curve(findings: Sequence[Finding], isolated: bool) -> dict[int, Finding]:
-    """Per layer one finding. Isolated: the worst of its modules. Chained: the layer's output, where the port shows it."""
+    """Per layer one finding. Isolated: the worst of its modules. Chained: its output, where the port shows it."""
     layers: dict[int, list[Finding]] = {}
     for finding in findings:
         layers.setdefault(layer_of(bare(finding.tap))[0], []).append(finding)

@@ -101,5 +101,3 @@ def shade(used: float | None, failed: bool) -> str:
         return "f2" if failed else "p0"
     name = next((name for limit, name in SHADES if used <= limit), "f2")
     return "f0" if failed and name.startswith("p") else name
-
-

@@ -19,6 +19,8 @@ VERDICTS = {
     3: "could not load or crashed",
     5: "was not compared at all",
 }
+SHOWN_CULPRITS = 3
+"""Those that are diagnosed; more are folded away."""
 OPEN_GROUPS = 3
 """With more commands than this, only the first one's failures are unfolded."""
 DRAWING = {"width": growth.WIDTH, "height": growth.HEIGHT, "left": growth.LEFT, "right": growth.WIDTH - growth.RIGHT,
@@ -30,12 +32,12 @@ def page(report: Report) -> str:
     compared = [finding for finding in report.findings if finding.status == "pass" and finding.error is not None]
     return environment().get_template("page.html.j2").render(
         report=report,
-        cases=len({f.case for f in report.findings if f.dtype != "any" and f.check != "modules"}),
         dtypes=list(dict.fromkeys(f.dtype for f in report.findings if f.dtype != "any")),
         verdict=VERDICTS[report.exit_code],
         counts=[(status, report.counts[status], word) for status, word in WORDS.items()],
         ties=sum(finding.ties for finding in report.findings),
         culprits=wrong_modules(report),
+        shown_culprits=SHOWN_CULPRITS,
         anchor_broken=any(finding.check == "anchor" for finding in report.sources),
         nearest=max(compared, key=closeness, default=None),
         tables=module_tables(report),
@@ -51,9 +53,7 @@ def page(report: Report) -> str:
 
 def environment() -> Environment:
     loader = FileSystemLoader(Path(__file__).parent)
-    made = Environment(
-        loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
+    made = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     made.filters |= {
         "amount": amount, "count": count, "number": number, "short": short, "share": share, "share_text": share_text,
     }  # fmt: skip

@@ -166,14 +166,16 @@ def test_a_mistake_that_nobody_made_yet_and_a_module_without_known_faults():
     wrong = finding(status="fail", error=0.5, inputs_agree=True, worst=Worst(index=(0, 3), found=2.0, truth=1.0))
     near = Guess(faults=("F70",), claims=("the gate is linear",), residual=0.4)
     text = words(invented(wrong, diagnoses=(Diagnosis(module="mlp", error=0.5, fits=False, guesses=(near,)),)))
-    assert "Looks like no known fault. The nearest, F70:" in text
+    assert "Looks like no known fault; the nearest is F70 , “the gate is linear”." in text
     assert "worst element [0, 3] is 2, right is 1" in text
     bare = invented(wrong, diagnoses=(Diagnosis(module="mlp", error=0.5, fits=False, guesses=()),))
     assert "There are no known faults of this module" in words(bare)
 
 
 def test_the_reference_itself_is_accused_first():
-    text = words(invented(finding(check="anchor", module="reference: mlp", status="fail", error=1.0, inputs_agree=True)))
+    text = words(
+        invented(finding(check="anchor", module="reference: mlp", status="fail", error=1.0, inputs_agree=True))
+    )
     assert text.index("The reference itself departs from") < text.index("Culprit")
 
 
