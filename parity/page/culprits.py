@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from parity.diagnosis import culprits
+from parity.diagnosis import culprits, first_culprits
 from parity.findings import Diagnosis, Finding, Report
 from parity.likeness import WHOLE, within
 from parity.page.numbers import count
@@ -35,32 +35,40 @@ class Group(NamedTuple):
         failures = "1 failure" if many == 1 else f"{count(many)} failures"
         if not own:
             return failures
-        return (
-            f"{failures}, {own} of them sources"
-            if own < many
-            else f"{failures}, {'a source' if own == 1 else 'all sources'}"
-        )
+        if own < many:
+            return f"{failures}, {own} of them sources"
+        return f"{failures}, {'a source' if own == 1 else 'all sources'}"
 
 
 def wrong_modules(report: Report) -> list[Culprit]:
     """Those that were diagnosed first, then the rest, each once; empty when nothing failed.
 
-    A golden trace can only name attention as a whole: where a part of it is named too, the part is the culprit.
+    A golden trace can only show attention as a whole: where a part of it is named too, the part is the culprit, unless
+    it is the whole that was diagnosed, which then stands for its parts.
     """
     sources = report.sources
     diagnoses = {item.module: item for item in report.diagnoses}
-    ordered = dict.fromkeys([*diagnoses, *culprits(report), *(finding.module for finding in sources)])
+    ordered = dict.fromkeys([*diagnoses, *accused(report)])
     wholes = {whole for whole in WHOLE if any(within(whole, module) and module != whole for module in ordered)}
     found = []
     for module in ordered:
-        members = [finding for finding in sources if finding.module == module]
         diagnosis = diagnoses.get(module)
-        if module in wholes or (not members and diagnosis is None):
+        if diagnosis is None and (module in wholes or any(within(whole, module) for whole in diagnoses)):
             continue
-        first = members[0] if members else sources[0]
+        members = [finding for finding in sources if within(module, finding.module)]
+        first = (members or sources)[0]
         sections = tuple(sorted({finding.section for finding in members if finding.section.strip("§")}))
         found.append(Culprit(module, sections, first, len(members), diagnosis))
     return found
+
+
+def accused(report: Report) -> list[str]:
+    """The modules that sources name, the most named first. Where only passes of a trace were compared, each part of the
+    model has one first wrong tap: a run that shows its logits alone must not accuse the last product."""
+    sources = report.sources
+    if not any(finding.isolated for finding in sources) and (first := first_culprits(report)):
+        return first
+    return [*culprits(report), *(finding.module for finding in sources)]
 
 
 class ModuleTable(NamedTuple):

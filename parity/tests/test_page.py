@@ -80,6 +80,23 @@ def test_only_the_source_is_called_a_culprit():
     assert [item.module for item in wrong_modules(failing())] == ["kda.gate"]
 
 
+def test_a_diagnosed_whole_stands_for_its_parts():
+    """From a trace attention is diagnosed as a whole, though the tap that failed is its output."""
+    wrong = finding(module="kda.output", section="§4.6", status="fail", error=0.5, isolated=False, inputs_agree=True)
+    guesses = failing().diagnoses[0].guesses
+    report = invented(wrong, diagnoses=(Diagnosis(module="kda", error=0.5, fits=True, guesses=guesses),))
+    (culprit,) = wrong_modules(report)
+    assert culprit.module == "kda" and culprit.first is report.findings[0]
+    assert "Culprit: kda K3.md §4.6 Looks like F01 + F02" in words(report)
+
+
+def test_a_run_that_shows_logits_alone_does_not_accuse_the_last_product():
+    chain = {"check": "golden", "status": "fail", "error": 0.5, "isolated": False, "inputs_agree": True}
+    wrong = finding(module="kda.output", section="§4.6", regime="prefill", **chain)
+    later = finding(module="lm_head", section="§6", tap="mm/logits", regime="mm", **chain)
+    assert [item.module for item in wrong_modules(invented(later, wrong))] == ["kda"]
+
+
 def test_every_failure_is_there_under_its_command(bad):
     groups = failure_groups(failing())
     assert sum(len(group.members) for group in groups) == len(failing().failures) > 100
