@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 from rich.console import Console
 from rich.table import Table
@@ -41,27 +42,49 @@ def module_table(report: Report) -> Table:
     table = Table(title=f"{report.port} against the reference", title_justify="left")
     for name in ("module", "K3.md", "dtype", "compared", "failed", "worst error", "allowed", "at"):
         table.add_column(name, justify="right" if name in ("compared", "failed", "worst error", "allowed") else "left")
+    for row in module_rows(report):
+        cells = [
+            row.module,
+            row.section,
+            row.dtype,
+            str(row.compared),
+            Text(str(row.failed), "red" if row.failed else ""),
+        ]
+        if row.worst is None or row.worst.error is None:
+            cells += ["", "", "" if row.compared else "unsupported"]
+        else:
+            cells += [f"{row.worst.error:.1e}", f"{row.worst.allowed or 0:.1e}", place_text(row.worst)]
+        table.add_row(*cells)
+    return table
+
+
+class ModuleRow(NamedTuple):
+    """One module in one dtype; ``worst`` is the comparison that came nearest to its limit, or went furthest over it.
+
+    ``sources`` counts the failures that are not the consequence of another.
+    """
+
+    module: str
+    section: str
+    dtype: str
+    compared: int
+    failed: int
+    sources: int
+    worst: Finding | None
+
+
+def module_rows(report: Report) -> Iterator[ModuleRow]:
+    own = {id(finding) for finding in report.sources}
     for module, dtype, findings in by_module(report.findings):
         compared = [f for f in findings if f.status in ("pass", "fail", "error")]
         failed = sum(f.status in ("fail", "error") for f in findings)
         worst = max(compared, key=closeness, default=None)
-        cells = [
-            module,
-            findings[0].section,
-            dtype,
-            str(len(compared)),
-            Text(str(failed), style="red" if failed else ""),
-        ]
-        if worst is None or worst.error is None:
-            cells += ["", "", "unsupported" if worst is None else ""]
-        else:
-            cells += [
-                f"{worst.error:.1e}",
-                f"{worst.allowed or 0:.1e}",
-                f"{worst.case} {short(worst.tap)} {worst.regime}",
-            ]
-        table.add_row(*cells)
-    return table
+        sources = sum(id(f) in own for f in findings)
+        yield ModuleRow(module, findings[0].section, dtype, len(compared), failed, sources, worst)
+
+
+def place_text(finding: Finding) -> str:
+    return f"{finding.case} {short(finding.tap)} {finding.regime}"
 
 
 def closeness(finding: Finding) -> float:

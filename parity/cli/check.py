@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from parity.cli.common import Json, PortName, Seed, finish, stderr
+from parity.cli.common import Json, Page, PortName, Seed, finish, stderr, wanted_page
 from reference.errors import InputError
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ def check(
         bool, typer.Option("--diagnose/--no-diagnose", help="Say which known fault a wrong module looks like.")
     ] = True,
     as_json: Json = False,
+    page: Page = None,
 ) -> None:
     """Compare a port with the reference, module by module and end to end.
 
@@ -48,9 +49,10 @@ def check(
     """
     from parity.runner import run_checks
 
+    wanted_page(page)
     plan, chosen = planned(port, case, dtype, checks, part, golden, seed)
     report = run_checks(plan, chosen, regime, progress)
-    finish(diagnosed(plan, report) if diagnose else report, as_json)
+    finish(diagnosed(plan, report) if diagnose else report, as_json, page)
 
 
 def planned(port, case, dtype, checks, part, golden, seed) -> tuple[Plan, tuple[str, ...]]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from parity.cli.common import Json, finish
+from parity.cli.common import Json, Page, finish, wanted_page
 from reference.errors import InputError
 
 if TYPE_CHECKING:
@@ -25,9 +26,11 @@ def compare(
     dtype: Annotated[str | None, typer.Option("--dtype", help="Told from the traces unless given.")] = None,
     part: Annotated[str, typer.Option("--part", help="text, vision, multimodal or all.")] = "all",
     as_json: Json = False,
+    page: Page = None,
 ) -> None:
     """Compare two traces tap by tap; every tap of GOLDEN must be in FOUND, except runs that its port cannot do."""
-    finish(compared(found, golden, checkpoint, dtype, part)[0], as_json)
+    wanted_page(page)
+    finish(compared(found, golden, checkpoint, dtype, part)[0], as_json, page)
 
 
 def compared(
@@ -46,13 +49,22 @@ def compared(
         right = {name: array for name, array in right.items() if name.partition("/")[0] in PARTS[part]}
     dtype = dtype or metadata.get("dtype") or told_dtype(golden, right)
     yardstick = yardstick_for(golden, dtype, taps, checkpoint)
+    command = repeat_command(found, golden, checkpoint, dtype)
     report = Report(
         port=metadata.get("port", found.name),
         header={"found": str(found), "golden": str(golden), "dtype": dtype, "measured by": yardstick.origin},
-        findings=tuple(trace_findings(golden.parent.name, dtype, taps, metadata, right, yardstick)),
+        findings=tuple(
+            finding.model_copy(update={"command": command})
+            for finding in trace_findings(golden.parent.name, dtype, taps, metadata, right, yardstick)
+        ),
         seconds=round(time.monotonic() - started, 2),
     )
     return report, dtype
+
+
+def repeat_command(found: Path, golden: Path, checkpoint: Path | None, dtype: str) -> str:
+    where = ["--checkpoint", str(checkpoint)] if checkpoint else []
+    return shlex.join(["k3-parity", "compare", str(found), str(golden), *where, "--dtype", dtype])
 
 
 def told_dtype(path: Path, taps: dict) -> str:

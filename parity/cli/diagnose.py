@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from parity.cli.check import diagnosed, planned, progress
-from parity.cli.common import Json, PortName, Seed, stderr, stdout
+from parity.cli.common import Json, Page, PortName, Seed, save_page, stderr, stdout, wanted_page
 from reference.errors import InputError
 
 
@@ -22,11 +22,13 @@ def diagnose(
     part: Annotated[str, typer.Option("--part", help="text, vision, multimodal, processor, chat or all.")] = "all",
     seed: Seed = 0,
     as_json: Json = False,
+    page: Page = None,
 ) -> None:
     """Rank the known faults by how well the reference, with each of them in it, gives the port's own wrong answers.
 
     Exit codes: 0 nothing is wrong, 1 something is and is diagnosed, 2 bad input, 3 the port crashed.
     """
+    wanted_page(page)
     report = from_trace(found, golden) if found else from_port(port, case, dtype, checks, part, seed)
     if as_json:
         print(report.model_copy(update={"findings": tuple(report.sources)}).model_dump_json(indent=1))
@@ -37,6 +39,7 @@ def diagnose(
         for guess in item.guesses if not as_json else ():
             text = f"  {guess.residual:8.2g}  {' + '.join(guess.faults):14} {'; '.join(guess.claims)}"
             stdout().print(text, markup=False, highlight=False, soft_wrap=True)
+    save_page(report, page)
     raise typer.Exit(report.exit_code)
 
 
