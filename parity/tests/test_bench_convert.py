@@ -16,6 +16,7 @@ from reference.shards import Shards
 BOUND_MB, SPREAD = 400, 0.15
 
 
+@pytest.mark.slow
 def test_the_source_is_a_checkpoint_and_the_bound_moves_every_byte(tmp_path: Path):
     nbytes = write_source(tmp_path / "source", 2)
     checkpoint = Shards(tmp_path / "source")
@@ -28,6 +29,7 @@ def test_the_source_is_a_checkpoint_and_the_bound_moves_every_byte(tmp_path: Pat
     assert convert(tmp_path / "source", tmp_path / "mxfp4", "mxfp4", sync=False).nbytes == nbytes
 
 
+@pytest.mark.slow
 def test_rows_and_report(tmp_path: Path, capsys: pytest.CaptureFixture):
     rows = bench.run(layers=1, workers=1, repeats=1, folder=str(tmp_path), tiers=("mxfp4", "2bit"))
     assert [row["name"] for row in rows] == [bench.IDLE, bench.BOUND, bench.COPY, "mxfp4", "2bit"]
@@ -38,7 +40,7 @@ def test_rows_and_report(tmp_path: Path, capsys: pytest.CaptureFixture):
         assert (row["weights_per_second"] is not None) == (row["name"] == "2bit")
     bench.report(rows)
     table = capsys.readouterr().out
-    assert all(word in table for word in ("mxfp4", "2bit", "of bound"))
+    assert all(row["name"].split()[0] in table for row in rows)
     bench.report(rows, as_json=True)
     assert json.loads(capsys.readouterr().out) == {"schema": bench.SCHEMA, "rows": rows}
 
