@@ -58,18 +58,6 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
     return ["k3-parity: " + ", ".join(f"{key} {value}" for key, value in shown.items())]
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Hypothesis must see a failure as one: its test is known to fail as a whole."""
-    from parity import known
-
-    drawn = {key: entry for key, entry in known.active.entries.items() if key.check == "drawn"}
-    for item in items:
-        for key, entry in drawn.items():
-            if item.get_closest_marker("drawn"):
-                item.add_marker(pytest.mark.xfail(strict=not entry.sometimes, reason=entry.reason))
-                item.user_properties.append((LISTED, [list(key)]))
-
-
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo):
     """Hand over what the test compared; between processes only plain values travel."""

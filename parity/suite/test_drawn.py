@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import tempfile
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,7 +16,6 @@ from parity.suite.judge import verdict
 from reference.config import K3Config
 
 
-@pytest.mark.drawn
 @settings(max_examples=15, deadline=None)
 @given(data=st.data())
 def test_any_legal_configuration(data, port):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import sys
 from collections.abc import Mapping
@@ -22,6 +23,7 @@ from parity.sides import reference_session
 from parity.trace import load_arrays, save_trace
 from reference.errors import InputError
 
+ROOT = Path(__file__).parents[2]
 TOY = Path(__file__).parent / "engines" / "toy.py"
 PER_CHANNEL = ("A_log[:heads, None]", "A_log[:width]")
 UNBOUNDED = ("lower_bound * sigmoid(rate * z)", "np.maximum(lower_bound, -rate * np.logaddexp(0, z))")
@@ -161,3 +163,16 @@ def test_an_installed_package_offers_its_own_port(tmp_path: Path, monkeypatch: p
     assert load_port("theirs").name == load_port("their_port:PORT").name == "command:x {case} {out}"
     with pytest.raises(InputError, match="theirs"):
         load_port("nobodys")
+
+
+def test_the_pages_show_what_is_there():
+    """The port of docs/ports.md runs as it stands there; the pages name only files that exist."""
+    page = (ROOT / "docs" / "ports.md").read_text(encoding="utf-8")
+    names: dict = {}
+    exec(page.split("```python\n# mine.py\n")[1].split("```")[0], names)
+    report = functions_of(names["PORT"])
+    assert not report.failures and report.counts["pass"] == 5
+    for name in ("ports.md", "engine.md", "failures.md"):
+        text = (ROOT / "docs" / name).read_text(encoding="utf-8")
+        for path in re.findall(r"`((?:parity|fixtures|reference)/[\w/.-]+)`", text):
+            assert (ROOT / path).exists(), f"{name}: {path}"
