@@ -23,6 +23,7 @@ from parity.cli import (
     fixture,
     image,
     trace,
+    verify,
     width,
 )
 from parity.cli.common import stderr
@@ -42,6 +43,7 @@ app.command("diagnose")(diagnose.diagnose)
 app.command("explain")(explain.explain)
 app.command("coverage")(coverage.coverage)
 app.command("convert")(convert.convert)
+app.command("verify")(verify.verify)
 app.command("chat")(chat.chat)
 app.command("image")(image.image)
 app.command("audit")(audit.audit)
