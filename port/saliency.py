@@ -175,11 +175,8 @@ def calibrate(
     Raises InputError for whatever is wrong with the folder or the tokens.
     """
     reader = LayerReader(folder, dtype)
-    text, tally, sequences = (
-        reader.config.text_config,
-        Tally(domains, reader.config, reader.document),
-        in_order(domains),
-    )
+    text, sequences = reader.config.text_config, in_order(domains)
+    tally = Tally(domains, reader.config, reader.document, reader.expert_format)
     states = embedded(reader.embedding(), [ids for _, ids in sequences], text.vocab_size)
     parts = pieces([len(ids) for _, ids in sequences], piece_tokens)
     for number in range(text.num_hidden_layers):

@@ -7,7 +7,7 @@ import sys
 
 import typer
 
-from parity.cli import audit, bench, budget, chat, check, compare, convert, coverage, fixture, image, trace, width
+from parity.cli import audit, bench, budget, chat, check, compare, convert, coverage, fixture, image, reap, trace, width
 from parity.cli.common import stderr
 from parity.exits import EXIT_USAGE
 from reference.errors import InputError
@@ -30,6 +30,7 @@ app.command("budget")(budget.budget)
 app.add_typer(fixture.app, name="fixture")
 app.add_typer(bench.app, name="bench")
 app.add_typer(width.app, name="width")
+app.add_typer(reap.app, name="reap")
 
 
 def run() -> None:
