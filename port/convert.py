@@ -103,19 +103,23 @@ def prepare(
 
 def digest_of(source: Source, tier: Tier, plan: Plan | None, shard_bytes: int) -> str:
     """sha256 over all that the result's bytes depend on: settings, source files by size, configuration, index, MLX."""
-    listing = b"" if source.listing in source.files else source.listing.read_bytes()
     document = {
         "layout": LAYOUT,
         "tier": asdict(tier),
         "plan": None if plan is None else sorted((layer, list(experts)) for layer, experts in plan.items()),
         "shard_bytes": shard_bytes,
         "config": source.document,
-        "index": hashlib.sha256(listing).hexdigest(),
+        "index": None if source.listing in source.files else file_digest(source.listing),
         "files": [(file.name, file.stat().st_size) for file in source.files],
         "carried": [(file.name, hashlib.sha256(file.read_bytes()).hexdigest()) for file in carried_files(source)],
         "mlx": mx.__version__,
     }
     return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
+
+
+def file_digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def carried_files(source: Source) -> list[Path]:

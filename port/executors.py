@@ -15,6 +15,7 @@ from reference.errors import InputError
 
 AHEAD = 2
 """Tasks handed out per worker: one in work, one waiting, so that descriptions of the rest need not exist."""
+CONNECT_SECONDS = 10
 
 
 class HereExecutor(Executor):
@@ -58,7 +59,7 @@ def dask_executor(address: str) -> Iterator[tuple[Executor, int]]:
         mend = 'pip install "k3-parity[cluster]"'
         raise InputError("--scheduler", "dask", "the package distributed", "nothing", mend) from None
     try:
-        client = Client(address, timeout=10, set_as_default=False)
+        client = Client(address, timeout=CONNECT_SECONDS, set_as_default=False)
     except (OSError, ValueError) as error:
         mend = "start one with: dask scheduler"
         raise InputError("--scheduler", address, "a dask scheduler", f"{type(error).__name__}", mend) from None

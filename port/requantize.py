@@ -15,8 +15,9 @@ import numpy as np
 from port.tiers import Format
 from reference.mxfp4 import CODE_VALUES, GROUP, NAN_SCALE, SCALE_BIAS
 
-BLOCK_WEIGHTS = 1 << 19
-"""Weights converted at once: their float32 values stay within a processor's own cache."""
+BLOCK_WEIGHTS = 1 << 16
+"""Weights converted at once: their float32 values, 256 KB, stay in a core's own cache. Eight times as many
+were measured a quarter slower, half as many an eighth."""
 LARGEST_SCALE = 252
 """Scale bytes up to this one keep ±6 finite in float32; only above it must the products be looked at."""
 BF16_EXPONENT, F32_EXPONENT = 0x7F80, 0x7F800000

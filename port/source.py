@@ -12,11 +12,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from reference.checkpoint import ExpertFormat, expert_format_of, tensor_specs
+from port.source_table import Table
+from reference.checkpoint import ExpertFormat
 from reference.config import K3Config, read_json
 from reference.errors import InputError
-from reference.headers import FETCH_AGAIN, INDEX, SINGLE, check_total_size, inside, read_header, read_indexed
-from reference.shards import check_against_specs
+from reference.headers import FETCH_AGAIN
 
 OPEN_FILES = 64
 COPY_BYTES = 1 << 22
@@ -46,24 +46,15 @@ class Source:
             raise InputError(folder, "folder", "a checkpoint folder", "no such folder", "check the path")
         self.config = K3Config.from_file(self.folder / "config.json")
         self.document = read_json(self.folder / "config.json")
-        listing, content = self.folder / INDEX, None
-        if not listing.exists() and (self.folder / SINGLE).exists():
-            listing = self.folder / SINGLE
-            stored = read_header(inside(self.folder, SINGLE, listing))
-        else:
-            stored, content = read_indexed(self.folder, listing)
-        self.expert_format: ExpertFormat = expert_format_of(stored)
-        specs = {spec.name: spec for spec in tensor_specs(self.config, self.expert_format, self.folder / "config.json")}
-        check_against_specs(stored, specs, listing)
-        if content is not None:
-            check_total_size(content, stored, listing)
-        self.listing = listing
-        self.files = sorted({tensor.file for tensor in stored.values()})
-        names = {file: str(file.absolute()) for file in self.files}
-        self._ranges = {name: (names[tensor.file], tensor.begin, tensor.end) for name, tensor in stored.items()}
+        self._table = Table(self.folder, self.config)
+        self.expert_format: ExpertFormat = self._table.expert_format
+        self.listing = self._table.listing
+        self.files = sorted(self._table.files)
 
     def piece(self, name: str) -> Piece:
-        return Piece(name, *self._ranges[name])
+        """Where the tensor lies; ``name`` must be one that the configuration asks for."""
+        file, begin, end = self._table.place(name)
+        return Piece(name, str(file.absolute()), begin, end)
 
 
 class Files:

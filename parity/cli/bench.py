@@ -31,3 +31,23 @@ def kda(
     from parity.bench.kda import report, run
 
     report(run(tuple(lengths or (1024, 4096)), heads, head_dim, threads, repeats), as_json)
+
+
+@app.command("convert")
+def convert(
+    layers: Annotated[int, typer.Option("--layers", min=1, help="19 are 2.2 GB, 57 are 6.9 GB.")] = 19,
+    workers: Annotated[int, typer.Option("--workers", min=1)] = 2,
+    repeats: Annotated[int, typer.Option("--repeats", min=1)] = 3,
+    tier: Annotated[list[str] | None, typer.Option("--tier", help="May be given again; all unless given.")] = None,
+    folder: Annotated[
+        str | None, typer.Option("--folder", help="Where to work; the temporary folder unless given.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Conversions of a mini-K3 of gigabytes: speed beside the restack bound, and peak resident size."""
+    from parity.bench.convert import TIERS, report, run
+    from port.tiers import tier_named
+
+    for name in tier or ():
+        tier_named(name)
+    report(run(layers, workers, repeats, folder, tuple(tier or TIERS)), as_json)

@@ -25,7 +25,7 @@ from reference.errors import InputError
 SHARD_BYTES = 1 << 16
 FILE_EVENTS = {"open", "os.rename", "os.remove", "os.mkdir", "os.rmdir"}
 """What Python reports before it touches the file system: a process is killed between any two of these."""
-RANDOM_KILLS, QUICK_STRIDE = 50, 9
+RANDOM_KILLS, QUICK_STRIDE = 50, 14
 
 
 @pytest.fixture(scope="module")
