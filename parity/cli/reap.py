@@ -120,7 +120,7 @@ def overlap(
     if picture:
         write_picture(picture, heat_map(found))
     if as_json:
-        arrays = {name: getattr(found, name).tolist() for name in ("shared", "by_layer", "kept")}
+        arrays = {name: getattr(found, name).tolist() for name in ("shared", "by_layer", "kept", "unrouted")}
         plain = {name: getattr(found, name) for name in ("domains", "count", "experts", "chance", "deviation")}
         print(json.dumps({"format": 1} | plain | arrays, indent=1))
         return

@@ -84,6 +84,10 @@ def show_overlap(found: Overlap) -> None:
         for name, row in zip(found.domains, array, strict=True):
             table.add_row(name, *(percent(share) for share in row))
         console.print(table)
+    for name, unrouted in zip(found.domains, found.unrouted, strict=True):
+        if unrouted:
+            text = f"{name}: {unrouted:.1f} of the {found.count} best of a layer were never routed; a smaller --keep"
+            console.print(f"{text} compares what is used", markup=False, highlight=False, soft_wrap=True)
 
 
 def show_report(rows: list[LayerSpread], points: list[Point], recipe: str) -> None:

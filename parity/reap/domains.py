@@ -15,7 +15,8 @@ class Overlap:
     """``shared`` [D, D]: the share of one domain's ``count`` best experts of a layer that are among another's, the mean
     over the layers; ``by_layer`` [L, D, D] the same of each. ``chance`` is what two random picks share, N/E;
     ``deviation`` the standard deviation of its mean over the layers. ``kept`` [D, D]: of the column's saliency what the
-    row's best experts hold."""
+    row's best experts hold. ``unrouted`` [D]: how many of a layer's ``count`` best no token of the domain chose,
+    the mean over the layers; such experts are alike, and fill a set in the order of their numbers."""
 
     domains: tuple[str, ...]
     count: int
@@ -25,6 +26,7 @@ class Overlap:
     kept: np.ndarray
     chance: float
     deviation: float
+    unrouted: np.ndarray
 
 
 def top_sets(saliency: np.ndarray, count: int, groups: int = 1) -> np.ndarray:
@@ -63,5 +65,6 @@ def overlap(measured: Saliency, count: int) -> Overlap:
     by_layer, experts = shared_share(sets), text.num_experts
     kept = np.array([[kept_share(row, chosen).mean() for row in per_domain] for chosen in sets])
     deviation = chance_deviation(count, experts, len(measured.layers))
-    shared = by_layer.mean(0)
-    return Overlap(measured.domains, count, experts, shared, by_layer, kept, chance_share(count, experts), deviation)
+    unrouted = (sets & (measured.counts == 0)).sum(-1).mean(-1)
+    chance = chance_share(count, experts)
+    return Overlap(measured.domains, count, experts, by_layer.mean(0), by_layer, kept, chance, deviation, unrouted)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fixtures.base import merged
+from fixtures.base import layers, merged
 from fixtures.catalogue import Entry, entry
 from fixtures.inputs import special_ids
 from parity.tests.saliency_models import edited, moe_name
@@ -24,7 +24,7 @@ DOMAINS = ("low", "high")
 
 def domain_entry() -> Entry:
     """Every width fits every tier, 24 experts of which a token takes 3."""
-    text = {"num_experts": EXPERTS, "num_experts_per_token": TOP_K}
+    text = {"num_experts": EXPERTS, "num_experts_per_token": TOP_K} | layers("kkmk")
     return Entry("domains", merged(entry("quantizable").config, {"text_config": text}), shard_bytes=1 << 20)
 
 
@@ -37,12 +37,12 @@ def domain_ids(item: Entry, domain: str, what: str, sequences: int, tokens: int)
 
 
 def calibration(item: Entry) -> dict[str, list[np.ndarray]]:
-    return {domain: domain_ids(item, domain, "calibration", 6, 48) for domain in DOMAINS}
+    return {domain: domain_ids(item, domain, "calibration", 5, 40) for domain in DOMAINS}
 
 
 def held_out(item: Entry, domain: str) -> np.ndarray:
-    """Ids [4, 40] that no calibration has seen."""
-    return np.stack(domain_ids(item, domain, "held out", 4, 40))
+    """Ids [3, 40] that no calibration has seen."""
+    return np.stack(domain_ids(item, domain, "held out", 3, 40))
 
 
 def domain_checkpoint(folder: Path) -> tuple[Entry, Path]:
@@ -57,8 +57,8 @@ def domain_checkpoint(folder: Path) -> tuple[Entry, Path]:
         return rows.astype(np.float64) + sides[:, None] * direction
 
     source = edited(item, folder / "apart", {EMBEDDING: apart})
-    turned, layers = {EMBEDDING: apart}, item.parsed.text_config.num_hidden_layers
-    for layer, towards in between(item, source, layers).items():
+    turned = {EMBEDDING: apart}
+    for layer, towards in between(item, source).items():
         turned[moe_name(layer, "gate.weight")] = turner(towards)
     return item, edited(item, folder / "domains", turned)
 
@@ -74,17 +74,17 @@ def turner(towards: np.ndarray):
     return turn
 
 
-def between(item: Entry, folder: Path, layers: int) -> dict[int, np.ndarray]:
+def between(item: Entry, folder: Path) -> dict[int, np.ndarray]:
     """MoE layer -> the mean difference of the two domains' router inputs [hidden]."""
     import mlx.core as mx
 
     from port.weights import load_model
 
-    model, means = load_model(folder), []
+    model, means, text = load_model(folder), [], item.parsed.text_config
+    moe = [layer for layer in range(text.num_hidden_layers) if text.is_moe(layer)]
     for domain in DOMAINS:
         with recording(Recorder()) as recorder:
             mx.eval(model(mx.array(np.stack(calibration(item)[domain]))))
-        taps = {layer: recorder.values[f"language_model.model.layers.{layer}.mlp.input"] for layer in range(layers)}
+        taps = {layer: recorder.values[f"language_model.model.layers.{layer}.mlp.input"] for layer in moe}
         means.append({layer: np.array(value).reshape(-1, value.shape[-1]).mean(0) for layer, value in taps.items()})
-    text = item.parsed.text_config
-    return {layer: means[0][layer] - means[1][layer] for layer in range(layers) if text.is_moe(layer)}
+    return {layer: means[0][layer] - means[1][layer] for layer in moe}

@@ -163,6 +163,7 @@ def test_overlap_by_hand():
     assert shared_share(sets).tolist() == [[[1, 0.5, 1], [0.5, 1, 0.5], [1, 0.5, 1]]]
     found = overlap(measured(), 4)
     assert np.allclose(found.shared, found.shared.T) and np.diag(found.shared).tolist() == [1, 1]
+    assert found.unrouted.tolist() == [0, 0] and overlap(measured(), 8).unrouted.tolist() == [0.25, 0.25]
     assert (found.kept.max(0) == np.diag(found.kept)).all()
 
 
@@ -176,8 +177,9 @@ def test_concentration_by_hand():
     assert [row.layer for row in rows] == [1, 2, 3, 4] and rows[0].never_routed == 1
 
 
-def test_the_curve_rises_to_everything_and_marks_memory():
+def test_the_curve_rises_to_everything_and_marks_memory(monkeypatch: pytest.MonkeyPatch):
     found = k3_saliency()
+    monkeypatch.setattr("parity.reap.report.POINTS", 5)
     points = retention_curve(found, Recipe("mxfp4", 8), [512, 350])
     masses, sizes = [point.mass for point in points], [point.nbytes for point in points]
     assert masses == sorted(masses) and sizes == sorted(sizes) and masses[-1] == pytest.approx(1)

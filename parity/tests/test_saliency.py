@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 import weakref
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ from fixtures.build import cached
 from fixtures.catalogue import CATALOGUE, Entry, entry
 from parity.tests.saliency_models import TWINS, edited, largest_difference, moe_name, streamed, two_domains, whole
 from reference.errors import InputError
-from reference.saliency_result import load_saliency, pieces
+from reference.saliency_result import Saliency, load_saliency, pieces
 
 ALLOWED = 1e-5
 LAYER, ROW = 1, 0
@@ -27,11 +28,18 @@ KEEPS = {
 }
 
 
+@cache
+def mini_saliency(twin: str, keep: str = "all") -> Saliency:
+    """The streamed result of ``mini``, in pieces of two sequences and one."""
+    item = entry("mini")
+    return streamed(twin, cached(item), two_domains(item), keep=KEEPS[keep], piece_tokens=45)
+
+
 @pytest.mark.parametrize("twin", TWINS)
 @pytest.mark.parametrize("keep", KEEPS)
 def test_streamed_equals_whole(twin: str, keep: str):
     item = entry("mini")
-    found = streamed(twin, cached(item), two_domains(item), keep=KEEPS[keep], piece_tokens=45)
+    found = mini_saliency(twin, keep)
     expected = whole(twin, cached(item), two_domains(item), keep=KEEPS[keep])
     assert np.array_equal(found.counts, expected.counts) and found.tokens.tolist() == [60, 27]
     assert largest_difference(found.per_domain(), expected.per_domain()) <= ALLOWED
@@ -44,8 +52,7 @@ def test_streamed_equals_whole(twin: str, keep: str):
 
 @pytest.mark.parametrize("keep", KEEPS)
 def test_the_twins_agree(keep: str):
-    item = entry("mini")
-    both = [streamed(twin, cached(item), two_domains(item), keep=KEEPS[keep]) for twin in TWINS]
+    both = [mini_saliency(twin, keep) for twin in TWINS]
     assert np.array_equal(both[0].counts, both[1].counts)
     assert largest_difference(both[1].per_domain(), both[0].per_domain()) <= ALLOWED
 
@@ -81,15 +88,16 @@ def test_the_definition_by_hand(twin: str):
     assert module.expert_counts(indices, 4).tolist() == [2, 2, 0, 2]
 
 
-def saliency_of(twin: str, tmp_path: Path, edits: dict, name: str = "edited") -> np.ndarray:
-    """[E] of the first MoE layer."""
+def saliency_of(twin: str, tmp_path: Path, edits: dict) -> np.ndarray:
+    """[E] of the first MoE layer of ``mini`` with other tensors."""
     item = entry("mini")
-    return streamed(twin, edited(item, tmp_path / name, edits), two_domains(item)).saliency()[ROW]
+    folder = edited(item, tmp_path / "edited", edits)
+    return streamed(twin, folder, two_domains(item), piece_tokens=45).saliency()[ROW]
 
 
 @pytest.mark.parametrize("twin", TWINS)
 def test_a_constant_added_to_all_biases_changes_nothing(twin: str, tmp_path: Path):
-    before = saliency_of(twin, tmp_path, {}, "before")
+    before = mini_saliency(twin).saliency()[ROW]
     raised = {moe_name(LAYER, "gate.e_score_correction_bias"): lambda bias: bias + 0.5}
     np.testing.assert_array_equal(saliency_of(twin, tmp_path, raised), before)
 
@@ -131,7 +139,7 @@ def test_an_expert_that_no_token_chooses_has_none(twin: str, tmp_path: Path):
 
 @pytest.mark.parametrize("twin", TWINS)
 def test_a_doubled_output_doubles_it(twin: str, tmp_path: Path):
-    before = saliency_of(twin, tmp_path, {}, "before")
+    before = mini_saliency(twin).saliency()[ROW]
     twice = {moe_name(LAYER, "experts.3.w2.weight_scale"): lambda exponent: exponent + 1}
     found = saliency_of(twin, tmp_path, twice)
     assert found[3] == 2 * before[3] > 0
@@ -143,7 +151,7 @@ def test_tokens_are_the_denominator(twin: str):
     """The same sequences twice give the same saliency, and mass over tokens is what is called saliency."""
     item = entry("mini")
     domains = two_domains(item)
-    once = streamed(twin, cached(item), domains)
+    once = mini_saliency(twin)
     doubled = streamed(twin, cached(item), {name: [*rows, *rows] for name, rows in domains.items()})
     assert doubled.tokens.tolist() == [120, 54]
     assert largest_difference(doubled.saliency(), once.saliency()) <= ALLOWED
@@ -218,7 +226,7 @@ def test_memory_does_not_grow_with_the_layers(twin: str, monkeypatch: pytest.Mon
 
 def test_a_file_gives_back_what_was_saved(tmp_path: Path):
     item = entry("mini")
-    found = streamed("port", cached(item), two_domains(item))
+    found = mini_saliency("port")
     found.save(tmp_path / "a.npz")
     found.save(tmp_path / "b.npz")
     assert (tmp_path / "a.npz").read_bytes() == (tmp_path / "b.npz").read_bytes()
@@ -243,8 +251,8 @@ def test_a_file_gives_back_what_was_saved(tmp_path: Path):
     ],
 )
 def test_files_that_are_none(change: dict, message: str, tmp_path: Path):
-    item, file = entry("mini"), tmp_path / "s.npz"
-    streamed("port", cached(item), two_domains(item)).save(file)
+    file = tmp_path / "s.npz"
+    mini_saliency("port").save(file)
     with np.load(file) as saved:
         fields = dict(saved)
     np.savez(file, **(fields | change))

@@ -69,12 +69,12 @@ def bias_alone_counts(twin: str, folder: Path) -> bool:
 @pytest.mark.parametrize("twin", TWINS)
 def test_f87_weights_from_biased_scores(twin: str, tmp_path: Path):
     folder = edited(entry("mini"), tmp_path / "alike", alike_but_for_the_bias())
-    assert not bias_alone_counts(twin, folder)
     with F87.applied(twin):
         assert bias_alone_counts(twin, folder)
     assert not bias_alone_counts(twin, folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("twin", TWINS)
 def test_f87_a_constant_bias_is_felt(twin: str, tmp_path: Path):
     item = entry("mini")
@@ -89,7 +89,7 @@ def test_f87_a_constant_bias_is_felt(twin: str, tmp_path: Path):
 @pytest.mark.parametrize("twin", TWINS)
 def test_f88_bytes_in_place_of_tokens(twin: str, tmp_path: Path):
     """As many bytes of Han as of English: equal shares in bytes, not in tokens."""
-    for name, text in {"zh": "东京漢字你好" * 40, "en": "the message index " * 40}.items():
+    for name, text in {"zh": "东京漢字你好" * 8, "en": "the message index " * 8}.items():
         (tmp_path / f"{name}.txt").write_text(text, encoding="utf-8")
     domains = read_texts([tmp_path / "zh.txt", tmp_path / "en.txt"], cached(entry("mini")), 100)
     tokens = [sum(map(len, rows)) for rows in domains.values()]
@@ -97,7 +97,7 @@ def test_f88_bytes_in_place_of_tokens(twin: str, tmp_path: Path):
     assert right.tokens.tolist() == tokens
     with F88.applied("reference"):
         wrong = streamed(twin, cached(entry("mini")), domains)
-    assert wrong.tokens.tolist() == [720, 720] != tokens
+    assert wrong.tokens.tolist() == [144, 144] != tokens
     shares = [found.tokens[0] / found.tokens.sum() for found in (right, wrong)]
     assert shares[1] == 0.5 < shares[0] - 0.1
     np.testing.assert_array_equal(right.mass, wrong.mass)
