@@ -53,6 +53,7 @@ def calibrate(
     Memory is the activations (prefix sum and block vectors of all tokens), one layer without its experts, one expert.
     """
     from parity.reap.texts import read_texts, read_tokens
+    from port.output_config import is_converted
     from port.prune import read_plan
     from reference.config import K3Config
 
@@ -61,6 +62,11 @@ def calibrate(
         raise InputError("calibrate", "--tokens and --text", "one of the two", given, "give exactly one")
     if implementation not in TWINS:
         raise InputError("--with", "implementation", "mlx or reference", implementation, "choose one of them")
+    if is_converted(checkpoint):
+        mend = "give the checkpoint that it was converted from"
+        raise InputError(checkpoint, "--checkpoint", "a checkpoint as released", "a converted folder", mend)
+    if not out.parent.is_dir():
+        raise InputError(out, "--out", "a file in a folder that is there", "no such folder", "make the folder")
     domains = read_tokens(tokens) if tokens else read_texts(text, tokenizer or checkpoint, length)
     keep = None if plan is None else read_plan(plan, K3Config.from_file(checkpoint))
     run = importlib.import_module(f"{TWINS[implementation]}.saliency").calibrate

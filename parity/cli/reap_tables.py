@@ -80,7 +80,8 @@ def show_overlap(found: Overlap) -> None:
     chance = f"chance {percent(found.chance)}, give or take {percent(found.deviation)}"
     title = f"The {found.count} best of {found.experts} experts of a layer, in common; {chance}"
     for array, caption in ((found.shared, title), (found.kept, "Of the column's saliency, kept by the row's best")):
-        table = Table("", *found.domains, title=caption)
+        console.print(caption, markup=False, highlight=False, soft_wrap=True)
+        table = Table("", *found.domains)
         for name, row in zip(found.domains, array, strict=True):
             table.add_row(name, *(percent(share) for share in row))
         console.print(table)
