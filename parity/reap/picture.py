@@ -10,7 +10,7 @@ from parity.reap.domains import Overlap
 from parity.reap.report import Point
 from reference.errors import InputError
 
-CELL, MARGIN, WIDTH, HEIGHT = 64, 110, 640, 360
+CELL, MARGIN, WIDTH, HEIGHT, LINE = 64, 110, 640, 360, 18
 FONT = 'font-family="sans-serif" font-size="13"'
 
 
@@ -66,13 +66,14 @@ def curve(points: Sequence[Point], title: str) -> str:
         parts.append(label(at(point)[0], bottom + 18, f"{point.nbytes / 1e9:,.4g} GB, {point.kept} experts", anchor))
     path = " ".join(f"{x:.1f},{y:.1f}" for x, y in map(at, points))
     parts.append(f'<polyline points="{path}" fill="none" stroke="steelblue" stroke-width="2"/>')
-    for point in points:
-        if point.memory_gb is not None:
-            x, y = at(point)
-            parts.append(f'<path d="M{x:.1f} {bottom} V{y:.1f}" stroke="firebrick" stroke-dasharray="4 3"/>')
-            text = f"{point.memory_gb:g} GB: {point.kept} experts, {100 * point.mass:.1f} %"
-            parts.append(label(x, bottom + 36, text, "middle", "firebrick"))
-    return document(WIDTH, HEIGHT, parts)
+    marked = [point for point in points if point.memory_gb is not None]
+    for line, point in enumerate(marked):
+        x, y = at(point)
+        parts.append(f'<path d="M{x:.1f} {bottom} V{y:.1f}" stroke="firebrick" stroke-dasharray="4 3"/>')
+        text = f"{point.memory_gb:g} GB: {point.kept} experts, {100 * point.mass:.1f} %"
+        anchor = "start" if x < WIDTH / 2 else "end"
+        parts.append(label(x, bottom + 36 + LINE * line, text, anchor, "firebrick"))
+    return document(WIDTH, HEIGHT + LINE * len(marked), parts)
 
 
 def write_picture(path: Path, svg: str) -> None:
