@@ -175,19 +175,16 @@ def calibrate(
     Raises InputError for whatever is wrong with the folder or the tokens.
     """
     reader = LayerReader(folder, dtype)
-    text, tally, sequences = (
-        reader.config.text_config,
-        Tally(domains, reader.config, reader.document),
-        in_order(domains),
-    )
+    text, sequences = reader.config.text_config, in_order(domains)
+    tally = Tally(domains, reader.config, reader.document, reader.expert_format)
     states = embedded(reader.embedding(), [ids for _, ids in sequences], text.vocab_size)
     parts = pieces([len(ids) for _, ids in sequences], piece_tokens)
     for number in range(text.num_hidden_layers):
         record = LayerRecord(tally, number)
-        layer = reader.layer(number, record, None if keep is None else keep.get(number))
-        for part in parts:
-            record.domain = np.concatenate([np.full(len(ids), domain) for domain, ids in sequences[part]])
-            states[part] = through_layer(layer, states[part])
+        # Nothing here holds the layer: it is gone before the next one is read.
+        layer_over(
+            reader.layer(number, record, None if keep is None else keep.get(number)), record, sequences, parts, states
+        )
         if progress:
             progress(number + 1, text.num_hidden_layers)
     return tally.result()
@@ -202,6 +199,15 @@ def embedded(embedding: Embedding, sequences: Sequence, vocab_size: int) -> list
         states.append((embedding(row), []))
     mx.eval([prefix_sum for prefix_sum, _ in states])
     return states
+
+
+def layer_over(
+    layer: DecoderLayer, record: LayerRecord, sequences: Sequence, parts: Sequence[slice], states: list
+) -> None:
+    """One layer over the whole calibration set, part after part; ``states`` become those after the layer."""
+    for part in parts:
+        record.domain = np.concatenate([np.full(len(ids), domain) for domain, ids in sequences[part]])
+        states[part] = through_layer(layer, states[part])
 
 
 def through_layer(

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from reference.checkpoint import ExpertFormat
 from reference.config import K3Config
 from reference.errors import InputError
 
@@ -25,7 +26,7 @@ Domains = Mapping[str, Sequence[np.ndarray]]
 class Saliency:
     """Per domain, layer and expert. ``tokens`` int64 [D]; ``layers`` 0-based MoE layers int64 [L];
     ``mass`` float64 [D, L, E] is Σ weight · ‖expert(x)‖₂ over the domain's tokens; ``counts`` int64 [D, L, E] of tokens
-    routed there. ``document`` is the checkpoint's ``config.json``."""
+    routed there. ``document`` is the checkpoint's ``config.json``, ``expert_format`` how its experts are stored."""
 
     domains: tuple[str, ...]
     tokens: np.ndarray
@@ -33,6 +34,7 @@ class Saliency:
     mass: np.ndarray
     counts: np.ndarray
     document: dict[str, Any]
+    expert_format: ExpertFormat = "mxfp4"
 
     @property
     def config(self) -> K3Config:
@@ -58,7 +60,7 @@ class Saliency:
                 raise InputError(source, "domain", expected, repr(name), "choose among them, or calibrate with it")
         rows = [self.domains.index(name) for name in names]
         tokens, mass, counts = self.tokens[rows], self.mass[rows], self.counts[rows]
-        return Saliency(tuple(names), tokens, self.layers, mass, counts, self.document)
+        return Saliency(tuple(names), tokens, self.layers, mass, counts, self.document, self.expert_format)
 
     def save(self, path: str | Path) -> None:
         """One .npz file, whole or not at all; raises InputError where it cannot be written."""
@@ -66,6 +68,7 @@ class Saliency:
         unfinished = path.with_name(f".{path.name}.{os.getpid()}")
         arrays = {"tokens": self.tokens, "layers": self.layers, "mass": self.mass, "counts": self.counts}
         texts = {"format": np.array(FORMAT), "domains": np.array(self.domains), "config": json.dumps(self.document)}
+        texts["expert_format"] = np.array(self.expert_format)
         try:
             with unfinished.open("wb") as file:
                 np.savez(file, **arrays, **texts)
@@ -89,7 +92,7 @@ def load_saliency(path: str | Path) -> Saliency:
         raise InputError(path, "file", "the result of a calibration", "nothing there", AGAIN) from None
     except (OSError, ValueError, EOFError, zipfile.BadZipFile, TypeError, AttributeError) as error:
         raise InputError(path, "content", "an .npz file of a calibration", type(error).__name__, AGAIN) from None
-    for name in ("format", "domains", "tokens", "layers", "mass", "counts", "config"):
+    for name in ("format", "domains", "tokens", "layers", "mass", "counts", "config", "expert_format"):
         if name not in fields:
             raise InputError(path, name, "a field of the file", "nothing", AGAIN)
     if fields["format"] != FORMAT:
@@ -118,14 +121,20 @@ def checked(path: str | Path, fields: Mapping[str, np.ndarray]) -> Saliency:
         raise InputError(path, "layers", f"the MoE layers {layers}"[:60], f"{fields['layers'].tolist()}"[:60], AGAIN)
     if not (fields["tokens"] > 0).all() or len(set(domains)) != len(domains):
         raise InputError(path, "domains", "different names, each with tokens", ", ".join(domains), AGAIN)
-    return Saliency(domains, *(fields[name] for name in ("tokens", "layers", "mass", "counts")), document)
+    expert_format = str(fields["expert_format"])
+    if expert_format not in ("mxfp4", "dense"):
+        raise InputError(path, "expert_format", "mxfp4 or dense", expert_format, AGAIN)
+    arrays = (fields[name] for name in ("tokens", "layers", "mass", "counts"))
+    return Saliency(domains, *arrays, document, expert_format)
 
 
 class Tally:
     """Sums while a calibration runs: a row per domain and MoE layer."""
 
-    def __init__(self, domains: Domains, config: K3Config, document: dict[str, Any]) -> None:
-        text = config.text_config
+    def __init__(
+        self, domains: Domains, config: K3Config, document: dict[str, Any], expert_format: ExpertFormat = "mxfp4"
+    ) -> None:
+        text, self.expert_format = config.text_config, expert_format
         self.domains, self.document = tuple(domains), document
         self.tokens = np.array([token_count(sequences) for sequences in domains.values()], np.int64)
         for name, tokens in zip(self.domains, self.tokens, strict=True):
@@ -147,7 +156,8 @@ class Tally:
         self.counts[domain, self._row[layer]] += counts
 
     def result(self) -> Saliency:
-        return Saliency(self.domains, self.tokens, self.layers, self.mass, self.counts, self.document)
+        arrays = (self.tokens, self.layers, self.mass, self.counts)
+        return Saliency(self.domains, *arrays, self.document, self.expert_format)
 
 
 def in_order(domains: Domains) -> list[tuple[int, np.ndarray]]:

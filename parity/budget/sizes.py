@@ -6,9 +6,11 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 from parity.budget.components import ROUTED, component_of
 from port.tiers import outputs, tier_named
+from reference.checkpoint import ExpertFormat
 from reference.config import K3Config
 from reference.errors import InputError
 
@@ -61,7 +63,10 @@ class Weights:
         return self.nbytes - self.routed
 
 
-def weights(config: K3Config, recipe: Recipe, kept: int | None = None) -> Weights:
+@lru_cache(maxsize=256)
+def weights(
+    config: K3Config, recipe: Recipe, kept: int | None = None, expert_format: ExpertFormat = "mxfp4"
+) -> Weights:
     """The sizes of a recipe with ``kept`` experts in every MoE layer, else all.
 
     Raises InputError where the recipe cannot hold the experts, or for a number that no plan may have.
@@ -73,7 +78,7 @@ def weights(config: K3Config, recipe: Recipe, kept: int | None = None) -> Weight
         raise InputError("--keep", "experts", expected, kept, "choose another number")
     plan = {layer: range(kept) for layer in range(text.num_hidden_layers) if text.is_moe(layer)}
     parts, layers, top = Counter(), [0] * text.num_hidden_layers, [0, 0]
-    for output in outputs(config, "mxfp4", tier_named(recipe.tier, recipe.nonexpert_bits), plan):
+    for output in outputs(config, expert_format, tier_named(recipe.tier, recipe.nonexpert_bits), plan):
         parts[component_of(output.source, config)] += output.nbytes
         if match := re.search(r"\.layers\.(\d+)\.", output.source):
             layers[int(match[1])] += output.nbytes
@@ -90,12 +95,12 @@ def expert_bytes(whole: Weights, config: K3Config) -> int:
     return whole.routed // max(layers * whole.kept, 1)
 
 
-def largest_keep(config: K3Config, whole: Weights, room: int) -> int | None:
+def largest_keep(config: K3Config, whole: Weights, room: int, expert_format: ExpertFormat = "mxfp4") -> int | None:
     """The most experts per layer with which weights fit into ``room`` bytes; None if not even a token's choice does."""
     text = config.text_config
     layers = sum(text.is_moe(layer) for layer in range(text.num_hidden_layers))
     # Router rows and biases go with the experts: they too grow with the number kept.
-    fewest = weights(config, whole.recipe, text.num_experts_per_token).nbytes
+    fewest = weights(config, whole.recipe, text.num_experts_per_token, expert_format).nbytes
     step = (whole.nbytes - fewest) / max(whole.kept - text.num_experts_per_token, 1)
     if not layers or room < fewest:
         return None

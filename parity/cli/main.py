@@ -22,6 +22,7 @@ from parity.cli import (
     faults,
     fixture,
     image,
+    reap,
     trace,
     verify,
     width,
@@ -53,6 +54,7 @@ app.add_typer(fixture.app, name="fixture")
 app.add_typer(baseline.app, name="baseline")
 app.add_typer(bench.app, name="bench")
 app.add_typer(width.app, name="width")
+app.add_typer(reap.app, name="reap")
 
 
 def run() -> None:

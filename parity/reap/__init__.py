@@ -1,0 +1,1 @@
+"""Pruning by saliency: calibration texts, plans, domains, reports (K3.md §15)."""
