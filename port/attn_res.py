@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from port.linear import wide
+from port.linear import row_sum, wide
 
 
 def mix_weights(sources: mx.array, norm_weight: mx.array, proj_weight: mx.array, eps: float) -> mx.array:
@@ -15,8 +15,8 @@ def mix_weights(sources: mx.array, norm_weight: mx.array, proj_weight: mx.array,
     sources [n, ..., hidden], norm_weight [hidden], proj_weight [1, hidden] -> [n, ...] float32, summing to 1 over n.
     """
     v = wide(sources)
-    normalized = v * mx.rsqrt(mx.mean(mx.square(v), axis=-1, keepdims=True) + eps)
-    scores = mx.sum(normalized * (wide(norm_weight) * wide(proj_weight)[0]), axis=-1)
+    normalized = v * mx.rsqrt(row_sum(mx.square(v))[..., None] / v.shape[-1] + eps)
+    scores = row_sum(normalized * (wide(norm_weight) * wide(proj_weight)[0]))
     return mx.softmax(scores, axis=0)
 
 

@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+from math import gcd
+
 import mlx.core as mx
 import mlx.nn as nn
+
+SUM_BLOCK = 256
+"""Terms that are added up one after the other."""
 
 
 def wide(x: mx.array) -> mx.array:
     """``x`` in float32, the dtype in which the specification asks for sums, gates and states."""
     return x.astype(mx.float32)
+
+
+def row_sum(x: mx.array) -> mx.array:
+    """Sum over the last axis, which goes: [..., n] -> [...].
+
+    On the CPU ``mx.sum`` adds a row up term by term: over the 7168 channels of K3 that is 1.3e-6 off, where blocks of
+    256 and then the blocks' sums are 7e-8 off.
+    """
+    block = gcd(x.shape[-1], SUM_BLOCK)
+    return mx.sum(mx.sum(x.reshape(*x.shape[:-1], -1, block), axis=-1), axis=-1)
 
 
 def unset(*shape: int) -> mx.array:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 import mlx.nn as nn
 
-from port.linear import unset, wide
+from port.linear import row_sum, unset, wide
 
 
 def rms_norm(x: mx.array, weight: mx.array, eps: float) -> mx.array:
@@ -15,7 +15,7 @@ def rms_norm(x: mx.array, weight: mx.array, eps: float) -> mx.array:
     """
     # Not mx.fast.rms_norm: it rounds a bfloat16 result once, after the weight, where the definition rounds twice.
     x_wide = wide(x)
-    mean_square = mx.mean(mx.square(x_wide), axis=-1, keepdims=True)
+    mean_square = row_sum(mx.square(x_wide))[..., None] / x.shape[-1]
     return (x_wide * mx.rsqrt(mean_square + eps)).astype(x.dtype) * weight
 
 

@@ -89,8 +89,8 @@ def decode_mxfp4(packed: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
     The low nibble is the even input index; the scale of 32 inputs is 2^(byte − 127), and byte 255 is NaN.
     """
-    values = BYTE_VALUES.to(dtype)[packed.int()].flatten(-2).unflatten(-1, (-1, GROUP))
-    return (values * SCALE_VALUES.to(dtype)[scale.int()][..., None]).flatten(-2)
+    values = F.embedding(packed.int(), BYTE_VALUES.to(dtype)).flatten(-2).unflatten(-1, (-1, GROUP))
+    return values.mul_(SCALE_VALUES.to(dtype)[scale.int()][..., None]).flatten(-2)
 
 
 class MXFP4Linear(nn.Module):
