@@ -7,7 +7,7 @@ import sys
 
 import typer
 
-from parity.cli import audit, bench, chat, check, compare, convert, coverage, fixture, image, trace, width
+from parity.cli import audit, bench, chat, check, compare, convert, coverage, fixture, image, trace, verify, width
 from parity.cli.common import stderr
 from parity.exits import EXIT_USAGE
 from reference.errors import InputError
@@ -23,6 +23,7 @@ app.command("trace")(trace.trace)
 app.command("compare")(compare.compare)
 app.command("coverage")(coverage.coverage)
 app.command("convert")(convert.convert)
+app.command("verify")(verify.verify)
 app.command("chat")(chat.chat)
 app.command("image")(image.image)
 app.command("audit")(audit.audit)

@@ -1,0 +1,84 @@
+"""Codes to float32 by table, a block of rows at a time (K3.md §8).
+
+Everything is divided by one power of two, so that squares stay within float32; sums are undone in float64.
+Values of MXFP4 and bfloat16 are exact in float32, and so is that division.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from reference.mxfp4 import CODE_VALUES, SCALE_BIAS
+
+MXFP4_GROUP = 32
+EXPONENTS = 256
+
+
+def table(bits: int, count: int) -> np.ndarray:
+    """Number -> the ``count`` codes of ``bits`` bits in it, least significant first, float32 [2^(bits·count), count]."""
+    numbers = np.arange(1 << bits * count)
+    return np.stack([numbers >> bits * place & (1 << bits) - 1 for place in range(count)], -1).astype(np.float32)
+
+
+PAIRS = CODE_VALUES.astype(np.float32)[table(4, 2).astype(int)].view(np.uint64).ravel()
+"""Byte -> its two MXFP4 weights, low nibble first, as one 64-bit entry."""
+QUADS_2, QUADS_3 = (table(bits, 4).view(np.complex128).ravel() for bits in (2, 3))
+PAIRS_4 = table(4, 2).view(np.uint64).ravel()
+
+
+def powers(shift: int) -> np.ndarray:
+    """Scale byte -> ``2^(byte − shift)``, float32 [256]; below the smallest float it is 0."""
+    with np.errstate(over="ignore"):
+        return np.ldexp(np.float32(1), np.arange(EXPONENTS) - shift)
+
+
+def mxfp4_block(packed: np.ndarray, scale: np.ndarray, shift: int) -> np.ndarray:
+    """uint8 [rows, in/2] and [rows, in/32] -> float32 [rows, in], divided by ``2^(shift − 127)``."""
+    pairs = np.empty(packed.shape, np.uint64)
+    np.take(PAIRS, packed, out=pairs, mode="clip")
+    weights = pairs.view(np.float32).reshape(*scale.shape, MXFP4_GROUP)
+    weights *= powers(shift)[scale][..., None]
+    return weights.reshape(len(packed), -1)
+
+
+def bf16_block(bits: np.ndarray, shift: int) -> np.ndarray:
+    """bfloat16 as uint16 [rows, in] -> float32 [rows, in], divided by ``2^(shift − 127)``."""
+    weights = (bits.astype(np.uint32) << 16).view(np.float32)
+    weights *= np.ldexp(np.float32(1), SCALE_BIAS - shift)
+    return weights
+
+
+def exponent(bits: np.ndarray) -> int:
+    """The largest biased exponent among bfloat16 numbers, uint16; 255 means that one is not finite."""
+    return int(((bits >> 7) & 0xFF).max(initial=0))
+
+
+def halves(bits: np.ndarray, shift: int) -> np.ndarray:
+    """Scales or biases, bfloat16 as uint16, as float32 divided by ``2^(shift − 127)``."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        return np.ldexp((bits.astype(np.uint32) << 16).view(np.float32), SCALE_BIAS - shift)
+
+
+def codes_block(words: np.ndarray, bits: int) -> np.ndarray:
+    """uint32 [rows, in·bits/32] -> codes as float32 [rows, in]: one stream of bits, least significant first."""
+    stream = np.ascontiguousarray(words).view(np.uint8)
+    if bits == 8:
+        return stream.astype(np.float32)
+    if bits == 3:
+        return looked_up(QUADS_3, twelves(stream))
+    return looked_up(QUADS_2 if bits == 2 else PAIRS_4, stream)
+
+
+def looked_up(entries: np.ndarray, numbers: np.ndarray) -> np.ndarray:
+    found = np.empty(numbers.shape, entries.dtype)
+    np.take(entries, numbers, out=found, mode="clip")
+    return found.view(np.float32)
+
+
+def twelves(stream: np.ndarray) -> np.ndarray:
+    """uint8 [rows, 3·n] -> uint16 [rows, 2·n]: numbers of 12 bits, least significant bits first."""
+    first, middle, last = (stream[:, place::3].astype(np.uint16) for place in range(3))
+    numbers = np.empty((len(stream), 2 * first.shape[1]), np.uint16)
+    numbers[:, 0::2] = first | (middle & 15) << 8
+    numbers[:, 1::2] = middle >> 4 | last << 4
+    return numbers

@@ -1,0 +1,146 @@
+"""What a matrix that is not the one it should be looks like: candidates, and which of them it is near to.
+
+All functions take float32 arrays and a ``limit``: the relative error up to which a candidate counts as recognised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from parity.verify.matrices import Coded
+from parity.verify.measure import plain
+
+EXACT = 1e-6
+SOME_ROWS = 0.02
+
+
+def apart(found: np.ndarray, candidate: np.ndarray) -> float:
+    """Relative error of ``found``, were ``candidate`` what it should be."""
+    with np.errstate(all="ignore"):
+        measure = plain(flat(candidate), flat(found))
+        return measure.error if measure.found or measure.source else 0.0
+
+
+def flat(array: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(array).reshape(1, -1)
+
+
+def nothing(found: np.ndarray) -> str:
+    """Of what needs no source to be recognised."""
+    if not np.isfinite(found).all():
+        return "NaN or infinity"
+    return "zero throughout" if not found.any() else ""
+
+
+def scaled(found: np.ndarray, right: np.ndarray, limit: float) -> str:
+    """The right one times a factor: half and double are an exponent off by one."""
+    with np.errstate(all="ignore"):
+        slope = plain(flat(right), flat(found)).slope
+    nearest = min((2.0**power for power in range(-3, 4)), key=lambda factor: abs(abs(slope) / factor - 1))
+    factor = np.copysign(nearest, slope) if abs(abs(slope) / nearest - 1) < 0.1 else slope
+    if not np.isfinite(factor) or factor == 0 or abs(factor - 1) < 0.1 or apart(found / factor, right) > limit:
+        return ""
+    if factor == -1:
+        return "its negative"
+    exponent = {2.0: "scale exponents off by one: twice its size", 0.5: "scale exponents off by one: half its size"}
+    return exponent.get(float(factor), f"{factor:.3g} times its size")
+
+
+def pairs_swapped(found: Coded, right: np.ndarray, limit: float) -> str:
+    """Nibbles exchanged in the source's bytes or, where they were requantized, in the folder's."""
+    swapped = right.reshape(len(right), -1, 2)[..., ::-1]
+    if apart(found.weights(), swapped) <= limit:
+        return "nibbles swapped"
+    undone = found.with_words(found.words << 4 | found.words >> 4)
+    return "nibbles swapped" if apart(undone.weights(), right) <= limit else ""
+
+
+def transposed(found: Coded, right: np.ndarray, limit: float) -> str:
+    """Rows and columns exchanged: of the weights before they were coded, of codes, of bytes or of words."""
+    weights = found.weights()
+    if apart(weights, right.T.reshape(right.shape)) <= limit:
+        return "transposed"
+    return "transposed" if any(apart(undone.weights(), right) <= limit for undone in turned_back(found)) else ""
+
+
+def turned_back(found: Coded) -> Iterator[Coded]:
+    """``found`` with its codes, bytes or words transposed back, and scales and biases too or not."""
+    rows = len(found.words)
+
+    def back(array: np.ndarray) -> np.ndarray:
+        return np.ascontiguousarray(array.reshape(-1, rows).T)
+
+    other = Coded(found.words, back(found.scales), None if found.biases is None else back(found.biases), found.bits)
+    for coded in (found, other):
+        yield coded.with_words(back(found.words))
+        yield coded.with_words(back(found.words.view("<u4")).view(np.uint8))
+        if found.bits in (2, 4):
+            yield coded.with_words(packed(back(unpacked(found.words, found.bits)), found.bits))
+
+
+def unpacked(data: np.ndarray, bits: int) -> np.ndarray:
+    """uint8 [rows, bytes] -> codes uint8 [rows, in]."""
+    parts = [data >> shift & (1 << bits) - 1 for shift in range(0, 8, bits)]
+    return np.stack(parts, axis=-1).reshape(len(data), -1)
+
+
+def packed(codes: np.ndarray, bits: int) -> np.ndarray:
+    """The inverse of ``unpacked``."""
+    parts = codes.reshape(len(codes), -1, 8 // bits)
+    return np.bitwise_or.reduce(parts << np.arange(0, 8, bits, dtype=np.uint8), axis=-1)
+
+
+def moved(found: np.ndarray, right: np.ndarray, limit: float) -> str:
+    """The right rows in another order that has a name, or the right entries of each row backwards."""
+    if found.shape != right.shape or found.ndim == 0:
+        return ""
+    if apart(found, right[..., ::-1]) <= limit:
+        return "each row backwards" if found.ndim > 1 else "backwards"
+    if len(right) > 1 and apart(found, right[::-1]) <= limit:
+        return "rows in reverse order"
+    flat_rows = right.reshape(len(right), -1)
+    shift = nearest(found.reshape(flat_rows.shape)[:1], flat_rows[:, None])
+    if shift and apart(found, np.roll(right, -shift, axis=0)) <= limit:
+        steps = shift if shift <= len(right) // 2 else shift - len(right)
+        return f"rows rolled by {-steps}" if right.ndim > 1 else f"entries rolled by {-steps}"
+    return ""
+
+
+def nearest(found: np.ndarray, candidates: np.ndarray) -> int:
+    """Which of ``candidates`` [n, …] is nearest to ``found`` […]."""
+    rows = candidates.reshape(len(candidates), -1).astype(np.float64)
+    wanted = found.reshape(-1).astype(np.float64)
+    with np.errstate(all="ignore"):
+        distance = (rows * rows).sum(1) - 2 * rows @ wanted
+    return int(np.argmin(distance))
+
+
+def partly(found: np.ndarray, right: np.ndarray, limit: float) -> str:
+    """Some rows are right and the others are not: how far the right ones reach, and what follows."""
+    with np.errstate(all="ignore"):
+        distance = np.linalg.norm(found - right, axis=1)
+        good = distance <= 1.5 * limit * np.linalg.norm(right, axis=1) + np.finfo(np.float32).tiny
+    if not SOME_ROWS <= good.mean() < 1:
+        return ""
+    bad = np.flatnonzero(~good)
+    rest = found[bad]
+    what = "zero" if not rest.any() else "something else"
+    if bad[-1] - bad[0] + 1 == len(bad):
+        return f"copied in part: rows {bad[0]} to {bad[-1]} of {len(found)} are {what}"
+    return f"copied in part: {len(bad)} of {len(found)} rows, the first of them {bad[0]}, are {what}"
+
+
+def single_scales(found: Coded, right: Coded) -> str:
+    """MXFP4: the packed bytes are right and some scale bytes are not."""
+    if not np.array_equal(found.words, right.words):
+        return ""
+    steps = found.scales.astype(int) - right.scales
+    row, group = (int(axis) for axis in np.unravel_index(int(np.argmax(steps != 0)), steps.shape))
+    wrong = int(np.count_nonzero(steps))
+    if not found.scales.any():
+        return "scales zeroed"
+    off = "off by one" if set(np.unique(steps[steps != 0])) <= {-1, 1} else "wrong"
+    scales = "scale" if wrong == 1 else "scales"
+    return f"the right codes, {wrong} {scales} {off}, first in row {row}, group {group}"
