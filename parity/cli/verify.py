@@ -25,7 +25,9 @@ def verify(
         int | None, typer.Option("--sample", min=1, help="Experts of each layer to compare; all of them unless given.")
     ] = None,
     part: Annotated[str, typer.Option("--part", help="all, experts, or rest: everything but the experts.")] = "all",
-    tier: Annotated[str | None, typer.Option("--tier", help="The tier that was asked for, if it is to be held.")] = None,
+    tier: Annotated[
+        str | None, typer.Option("--tier", help="The tier that was asked for, if it is to be held.")
+    ] = None,
     plan: Annotated[Path | None, typer.Option("--plan", help="The plan that was asked for, likewise.")] = None,
     workers: Annotated[int, typer.Option("--workers", min=1, help="Processes.")] = 1,
     scheduler: Annotated[

@@ -15,7 +15,7 @@ EXPONENTS = 256
 
 
 def table(bits: int, count: int) -> np.ndarray:
-    """Number -> the ``count`` codes of ``bits`` bits in it, least significant first, float32 [2^(bits·count), count]."""
+    """Number -> the ``count`` codes of ``bits`` bits in it, the lowest first, float32 [2^(bits·count), count]."""
     numbers = np.arange(1 << bits * count)
     return np.stack([numbers >> bits * place & (1 << bits) - 1 for place in range(count)], -1).astype(np.float32)
 

@@ -43,8 +43,8 @@ class Problem:
 
 @dataclass(frozen=True)
 class Compared:
-    """One expert's projection, or one other tensor: ``cosine`` and ``error`` against the source; 1 and 0 where the bytes
-    are the source's."""
+    """One expert's projection, or one other tensor, against the source: ``cosine`` is 1 and ``error`` 0 where the bytes
+    are the same."""
 
     name: str
     weights: int

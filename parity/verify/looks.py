@@ -10,9 +10,9 @@ from collections.abc import Iterator
 import numpy as np
 
 from parity.verify.matrices import Coded
-from parity.verify.measure import plain
+from parity.verify.measure import GROUP, plain
 
-EXACT = 1e-6
+EXACT_FACTOR = 0.02
 SOME_ROWS = 0.02
 
 
@@ -36,16 +36,24 @@ def nothing(found: np.ndarray) -> str:
 
 def scaled(found: np.ndarray, right: np.ndarray, limit: float) -> str:
     """The right one times a factor: half and double are an exponent off by one."""
-    with np.errstate(all="ignore"):
-        slope = plain(flat(right), flat(found)).slope
-    nearest = min((2.0**power for power in range(-3, 4)), key=lambda factor: abs(abs(slope) / factor - 1))
-    factor = np.copysign(nearest, slope) if abs(abs(slope) / nearest - 1) < 0.1 else slope
-    if not np.isfinite(factor) or factor == 0 or abs(factor - 1) < 0.1 or apart(found / factor, right) > limit:
+    factor = factor_of(found, right)
+    closest = np.copysign(2.0 ** np.rint(np.log2(abs(factor))), factor) if 0 < abs(factor) < np.inf else 0
+    factor = closest if closest and abs(factor / closest - 1) < EXACT_FACTOR else factor
+    if not np.isfinite(factor) or factor == 0 or abs(factor - 1) < 0.02 or apart(found / factor, right) > limit:
         return ""
     if factor == -1:
         return "its negative"
     exponent = {2.0: "scale exponents off by one: twice its size", 0.5: "scale exponents off by one: half its size"}
     return exponent.get(float(factor), f"{factor:.3g} times its size")
+
+
+def factor_of(found: np.ndarray, right: np.ndarray) -> float:
+    """By what ``found`` is too large: the usual ratio of the largest weights of a group, which is coded exactly."""
+    with np.errstate(all="ignore"):
+        sign = np.sign(np.vdot(found.astype(np.float64), right))
+        size = GROUP if found.size % GROUP == 0 else found.size
+        largest = [np.abs(array).reshape(-1, size).max(axis=1) for array in (found, right)]
+        return float(sign * np.nanmedian(largest[0] / largest[1]))
 
 
 def pairs_swapped(found: Coded, right: np.ndarray, limit: float) -> str:

@@ -5,7 +5,7 @@ Beside the sums, which one wrong group among thousands hardly moves, every group
 
 - its *grid*: scale and bias follow from the largest and least weight of the group and from the number of levels;
 - its *codes*: no weight is further from its source than half a step, or, at the far end of the grid, than the range
-  goes beyond the grid.
+  goes beyond the grid. So a weight halfway between two codes may have either.
 """
 
 from __future__ import annotations
@@ -54,11 +54,6 @@ class Measure(NamedTuple):
             return 0.0 if self.difference == 0 else float("inf")
         ratio = self.difference / self.source
         return float(np.sqrt(ratio)) if np.isfinite(ratio) else float("inf")
-
-    @property
-    def slope(self) -> float:
-        """The factor of the source that what was found is nearest to."""
-        return float((self.source + self.found - self.difference) / (2 * self.source)) if self.source else float("nan")
 
     def plus(self, other: Measure, row: int) -> Measure:
         """Together with a further block, whose first row is ``row``."""
