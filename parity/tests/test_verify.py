@@ -35,19 +35,26 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return folder
 
 
+def parts(folder: Folder, layer: int, projection: str) -> list[np.ndarray]:
+    """Codes, scales and, where affine, biases of a stack."""
+    names = [stack(layer, projection, part) for part in ("weight", "scales", "biases")]
+    return [folder.array(name) for name in names if name in folder.map]
+
+
 def swapped_experts(folder: Folder) -> None:
     for projection in ("w1", "w2", "w3"):
-        for part in ("weight", "scales"):
-            array = folder.array(stack(2, projection, part))
+        for array in parts(folder, 2, projection):
             array[[3, 5]] = array[[5, 3]]
 
 
 def transposed_w2(folder: Folder) -> None:
     """Codes and scales, as a converter would that took w2 for [in, out]."""
-    words, scales = folder.array(stack(3, "w2")), folder.array(stack(3, "w2", "scales"))
-    codes = unpacked(words[4].view(np.uint8), 4)
-    words[4] = packed(codes.T.copy().reshape(codes.shape), 4).view("<u4")
-    scales[4] = scales[4].T.copy().reshape(scales[4].shape)
+    words, *groups = parts(folder, 3, "w2")
+    bits = 32 * words.shape[-1] // 128
+    codes = unpacked(words[4].view(np.uint8), bits)
+    words[4] = packed(codes.T.copy().reshape(codes.shape), bits).view("<u4")
+    for array in groups:
+        array[4] = array[4].T.copy().reshape(array[4].shape)
 
 
 def nibbles(folder: Folder) -> None:
@@ -56,12 +63,12 @@ def nibbles(folder: Folder) -> None:
 
 
 def one_scale(folder: Folder) -> None:
-    folder.array(stack(4, "w1", "scales"))[7, 100, 1] += 1
+    scales = folder.array(stack(4, "w2", "scales"))
+    scales[7, 60, scales.shape[-1] - 1] += 1
 
 
 def w1_for_w3(folder: Folder) -> None:
-    for part in ("weight", "scales"):
-        gate, up = folder.array(stack(2, "w1", part)), folder.array(stack(2, "w3", part))
+    for gate, up in zip(parts(folder, 2, "w1"), parts(folder, 2, "w3"), strict=True):
         kept = gate[1].copy()
         gate[1], up[1] = up[1], kept
 
@@ -87,26 +94,30 @@ def truncated(folder: Folder) -> None:
 
 
 def half_copied(folder: Folder) -> None:
-    folder.array(stack(4, "w1"))[0, 64:] = 0
+    for array in parts(folder, 4, "w1"):
+        array[0, 64:] = 0
 
 
 TAMPERS = {
     "swapped experts": (swapped_experts, 2, (3, 5), "w1", "is the source's expert 5"),
     "transposed w2": (transposed_w2, 3, (4,), "w2", "transposed"),
     "nibbles swapped": (nibbles, 1, (6,), "w3", "nibbles swapped"),
-    "one scale off by one": (one_scale, 4, (7,), "w1", "1 scale off by one, first in row 100, group 1"),
+    "one scale off by one": (one_scale, 4, (7,), "w2", "the right "),
     "w1 and w3 exchanged": (w1_for_w3, 2, (1,), "w1", "w1 and w3 exchanged"),
     "one tensor bf16 to f32": (to_f32, 3, (), None, ""),
     "no bias of the router": (without_bias, 2, (), None, ""),
     "half copied": (half_copied, 4, (0,), "w1", "copied in part: rows 64 to 127 of 128 are zero"),
 }
-"""Done to a folder of tier mxfp4: what, in which layer, which experts, a projection, what it looks like."""
+"""What is done, in which layer, to which experts, a projection, and what that looks like."""
 
 
+@pytest.mark.parametrize("tier", ["mxfp4", "3bit", "2bit"])
 @pytest.mark.parametrize("name", TAMPERS)
-def test_a_tampered_folder_is_found_and_the_place_is_named(name: str, folders: Callable[[str], Path], tmp_path: Path):
+def test_a_tampered_folder_is_found_and_the_place_is_named(
+    name: str, tier: str, folders: Callable[[str], Path], tmp_path: Path
+):
     tamper, layer, experts, projection, looks_like = TAMPERS[name]
-    folder = Folder(folders("mxfp4"), tmp_path / "tampered")
+    folder = Folder(folders(tier), tmp_path / "tampered")
     tamper(folder)
     verdict = verify(folder.path, source())
     assert verdict.exit_code == 1
@@ -115,6 +126,15 @@ def test_a_tampered_folder_is_found_and_the_place_is_named(name: str, folders: C
     if projection:
         first = next(problem for problem in verdict.problems if problem.projection == projection)
         assert looks_like in first.looks_like
+
+
+def test_a_single_scale_is_found_by_row_and_group(folders: Callable[[str], Path], tmp_path: Path):
+    folder = Folder(folders("mxfp4"), tmp_path / "tampered")
+    one_scale(folder)
+    (problem,) = verify(folder.path, source()).problems
+    assert (problem.layer, problem.expert, problem.projection) == (4, 7, "w2")
+    assert problem.what == "0 of 4096 packed bytes and 1 of 256 scale bytes differ"
+    assert problem.looks_like == "the right codes, 1 scale off by one, first in row 60, group 3"
 
 
 def test_a_shard_of_another_tier_is_found(folders: Callable[[str], Path], tmp_path: Path):
@@ -206,13 +226,6 @@ def all_experts(folder: Folder, part: str) -> list[np.ndarray]:
     return [folder.array(stack(layer, projection, part)) for layer in PLAN for projection in ("w1", "w2", "w3")]
 
 
-def two_swapped(folder: Folder) -> None:
-    for projection in ("w1", "w2", "w3"):
-        for part in ("weight", "scales", "biases"):
-            array = folder.array(stack(2, projection, part))
-            array[[3, 5]] = array[[5, 3]]
-
-
 def scales_zeroed(folder: Folder) -> None:
     for projection in ("w1", "w2", "w3"):
         folder.array(stack(1, projection, "scales"))[4] = 0
@@ -262,13 +275,12 @@ def experts_grown(folder: Folder) -> None:
 
 def experts_rolled(folder: Folder) -> None:
     for projection in ("w1", "w2", "w3"):
-        for part in ("weight", "scales", "biases"):
-            array = folder.array(stack(4, projection, part))
+        for array in parts(folder, 4, projection):
             array[:] = np.roll(array, 1, axis=0)
 
 
 EYES = {
-    "two experts swapped": (two_swapped, 6, "is the source's expert 5"),
+    "two experts swapped": (swapped_experts, 6, "is the source's expert 5"),
     "one expert's scales zeroed": (scales_zeroed, 3, "scales zeroed"),
     "router rows rolled by one": (router_rolled, 1, "rows rolled by 1"),
     "correction bias negated": (bias_negated, 1, "its negative"),
@@ -391,7 +403,7 @@ def test_exit_codes_and_output(folders: Callable[[str], Path], tmp_path: Path):
     one_scale(folder)
     bad = run(app, ["verify", str(folder.path), "--source", str(source())])
     assert bad.exit_code == 1
-    line = "layer 4, expert 7, w1: language_model.model.layers.4.block_sparse_moe.experts.7.w1: "
+    line = "layer 4, expert 7, w2: language_model.model.layers.4.block_sparse_moe.experts.7.w2: "
     assert line + "0 of 4096 packed bytes and 1 of 256 scale bytes differ" in bad.stdout
 
 

@@ -84,20 +84,19 @@ def turned_back(found: Coded) -> Iterator[Coded]:
     for coded in (found, other):
         yield coded.with_words(back(found.words))
         yield coded.with_words(back(found.words.view("<u4")).view(np.uint8))
-        if found.bits in (2, 4):
-            yield coded.with_words(packed(back(unpacked(found.words, found.bits)), found.bits))
+        yield coded.with_words(packed(back(unpacked(found.words, found.bits)), found.bits))
 
 
 def unpacked(data: np.ndarray, bits: int) -> np.ndarray:
-    """uint8 [rows, bytes] -> codes uint8 [rows, in]."""
-    parts = [data >> shift & (1 << bits) - 1 for shift in range(0, 8, bits)]
-    return np.stack(parts, axis=-1).reshape(len(data), -1)
+    """uint8 [rows, bytes] -> codes uint8 [rows, in]: one stream of bits, least significant first."""
+    stream = np.unpackbits(data, axis=-1, bitorder="little").reshape(len(data), -1, bits)
+    return (stream << np.arange(bits, dtype=np.uint8)).sum(-1, dtype=np.uint8)
 
 
 def packed(codes: np.ndarray, bits: int) -> np.ndarray:
     """The inverse of ``unpacked``."""
-    parts = codes.reshape(len(codes), -1, 8 // bits)
-    return np.bitwise_or.reduce(parts << np.arange(0, 8, bits, dtype=np.uint8), axis=-1)
+    stream = codes[..., None] >> np.arange(bits, dtype=np.uint8) & 1
+    return np.packbits(stream.reshape(len(codes), -1), axis=-1, bitorder="little")
 
 
 def moved(found: np.ndarray, right: np.ndarray, limit: float) -> str:
