@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from parity.verify import measure
+from parity.verify import decode, measure
 from parity.verify.declared import BANDS, Coding, Entry
-from parity.verify.decode import MXFP4_GROUP, bf16_block, exponent, mxfp4_block
+from parity.verify.decode import GROUP, MXFP4_GROUP, Block, mxfp4_block
 from parity.verify.findings import Compared
 from parity.verify.measure import Measure
 from port.source import Files, Piece
@@ -27,8 +27,8 @@ STEP = 1 << 22
 """Bytes of a tensor that are compared at once."""
 DTYPES = {"BF16": np.dtype("<u2"), "F32": np.dtype("<f4"), "U8": np.dtype(np.uint8), "U32": np.dtype("<u4")}
 
-Rows = Callable[[int, int], tuple[np.ndarray, int]]
-"""(first, end) -> those rows as float32 [end − first, in], divided by 2^(shift − 127), and shift."""
+Rows = Callable[[int, int], Block]
+"""(first, end) -> those rows."""
 
 
 @dataclass(frozen=True)
@@ -162,10 +162,10 @@ def affine(source: Rows, task: Task, module: str, first_row: int, shape: tuple[i
     """A matrix [rows, in] against the rows of ``module`` from ``first_row`` on."""
     rows, width = shape
     bits = task.entry.coding.bits
-    sizes = {"weight": width * bits // 8, "scales": width // measure.GROUP * 2, "biases": width // measure.GROUP * 2}
+    sizes = {"weight": width * bits // 8, "scales": width // GROUP * 2, "biases": width // GROUP * 2}
     parts = []
     for first, end in measure.row_blocks(rows, width):
-        weights, shift = source(first, end)
+        weights = source(first, end)
         found = {
             part: target(files, task.target[f"{module}.{part}"], (first_row + first) * size, (end - first) * size)
             for part, size in sizes.items()
@@ -174,22 +174,21 @@ def affine(source: Rows, task: Task, module: str, first_row: int, shape: tuple[i
             found[part].view(kind) for part, kind in (("weight", "<u4"), ("scales", "<u2"), ("biases", "<u2"))
         )
         block = measure.affine_block(
-            weights, words.reshape(end - first, -1), *(half.reshape(end - first, -1) for half in halves), bits, shift
+            weights, words.reshape(end - first, -1), *(half.reshape(end - first, -1) for half in halves), bits
         )
-        parts.append((first, measure.scaled_back(block, shift)))
+        parts.append((first, measure.scaled_back(block, weights.shift)))
     return measure.total(parts)
 
 
 def mxfp4_rows(files: Files, packed: Piece, scale: Piece, width: int) -> Rows:
-    def rows(first: int, end: int) -> tuple[np.ndarray, int]:
+    def rows(first: int, end: int) -> Block:
         sizes = width // 2, width // MXFP4_GROUP
         codes, scales = (
             files.read(piece, first * size, (end - first) * size).reshape(end - first, size)
             for piece, size in zip((packed, scale), sizes, strict=True)
         )
         check_scale(scale, scales)
-        shift = int(scales.max())
-        return mxfp4_block(codes, scales, shift), shift
+        return decode.mxfp4(codes, scales)
 
     return rows
 
@@ -197,7 +196,7 @@ def mxfp4_rows(files: Files, packed: Piece, scale: Piece, width: int) -> Rows:
 def bf16_rows(files: Files, piece: Piece, width: int, kept: Sequence[int] | None = None) -> Rows:
     """``kept``: the rows that stay, in their new order."""
 
-    def rows(first: int, end: int) -> tuple[np.ndarray, int]:
+    def rows(first: int, end: int) -> Block:
         if kept is None:
             bits = files.read(piece, 2 * width * first, 2 * width * (end - first))
         else:
@@ -207,11 +206,10 @@ def bf16_rows(files: Files, piece: Piece, width: int, kept: Sequence[int] | None
     return rows
 
 
-def widened(piece: Piece, bits: np.ndarray) -> tuple[np.ndarray, int]:
-    shift = exponent(bits)
-    if shift == NAN_EXPONENT:
+def widened(piece: Piece, bits: np.ndarray) -> Block:
+    if decode.exponent(bits) == NAN_EXPONENT:
         raise InputError(piece.file, piece.name, "finite weights", "NaN or infinity", FETCH_AGAIN)
-    return bf16_block(bits, shift), shift
+    return decode.bf16(bits)
 
 
 def matrix(task: Task, files: Files) -> Measure:
@@ -231,7 +229,7 @@ def kv_b(task: Task, files: Files) -> Measure:
         sides = (np.ascontiguousarray(bits[:keys].T), bits[keys:])
         for module, side in zip(task.entry.modules(), sides, strict=True):
 
-            def rows(first: int, end: int, side: np.ndarray = side) -> tuple[np.ndarray, int]:
+            def rows(first: int, end: int, side: np.ndarray = side) -> Block:
                 return widened(task.source[0], side[first:end])
 
             found = affine(rows, task, module, head * len(side), side.shape, files)

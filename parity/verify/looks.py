@@ -9,8 +9,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from parity.verify.decode import GROUP
 from parity.verify.matrices import Coded
-from parity.verify.measure import GROUP, plain
+from parity.verify.measure import plain
 
 EXACT_FACTOR = 0.02
 SOME_ROWS = 0.02

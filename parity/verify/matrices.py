@@ -9,9 +9,8 @@ import numpy as np
 
 from parity.verify.compare import DTYPES, Damaged, floats, target
 from parity.verify.declared import Entry
-from parity.verify.decode import MXFP4_GROUP, codes_block, halves, mxfp4_block
+from parity.verify.decode import GROUP, MXFP4_GROUP, codes_block, halves, mxfp4_block
 from parity.verify.folder import Places
-from parity.verify.measure import GROUP
 from port.source import Files, Piece, Source
 from reference.mxfp4 import SCALE_BIAS
 

@@ -16,12 +16,11 @@ from typing import NamedTuple
 import ml_dtypes
 import numpy as np
 
-from parity.verify.decode import codes_block, halves
+from parity.verify.decode import GROUP, Block, codes_block, halves
 from reference.mxfp4 import SCALE_BIAS
 
 BLOCK = 1 << 17
 """Weights in work at once: their float32 arrays stay within a processor's own cache."""
-GROUP = 64
 LEAST_STEP = 1e-7
 """The least scale of a group, whose weights may all be equal."""
 HALF_ULP = 2.0**-8
@@ -74,20 +73,18 @@ def plain(source: np.ndarray, found: np.ndarray) -> Measure:
         return Measure(squares(source), squares(found), squares(found - source))
 
 
-def affine_block(
-    source: np.ndarray, words: np.ndarray, scales: np.ndarray, biases: np.ndarray, bits: int, shift: int
-) -> Measure:
-    """source float32 [rows, in] as ``decode`` divides it, words uint32, scales and biases bfloat16 in uint16."""
+def affine_block(block: Block, words: np.ndarray, scales: np.ndarray, biases: np.ndarray, bits: int) -> Measure:
+    """Against words uint32 [rows, in·bits/32], scales and biases bfloat16 in uint16 [rows, in/64]."""
     with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
-        scale, bias = halves(scales, shift)[..., None], halves(biases, shift)[..., None]
+        scale, bias = halves(scales, block.shift)[..., None], halves(biases, block.shift)[..., None]
         found = codes_block(words, bits).reshape(*scales.shape, GROUP)
         found *= scale
         found += bias
-        source = source.reshape(found.shape)
+        source = block.weights.reshape(found.shape)
         sums = squares(source), squares(found)
         found -= source
         difference = squares(found)
-        grid, reach = grids(source, scale[..., 0], bias[..., 0], bits, shift)
+        grid, reach = grids(block, scale[..., 0], bias[..., 0], bits)
         near = np.abs(found, out=found) <= reach[..., None]
     wrong_codes = 0 if near.all() else int(near.size - np.count_nonzero(near))
     wrong_grids = int(grid.size - np.count_nonzero(grid))
@@ -96,23 +93,25 @@ def affine_block(
     return Measure(*sums, difference, wrong_grids, wrong_codes, first_grid, first_code)
 
 
-def grids(
-    source: np.ndarray, scale: np.ndarray, bias: np.ndarray, bits: int, shift: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """source [rows, groups, 64], scale and bias [rows, groups] -> whether each is right, and each group's reach.
+def grids(block: Block, scale: np.ndarray, bias: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray]:
+    """scale and bias float32 [rows, groups] -> whether each group's are right, and each group's reach.
 
     The grid starts at the group's *edge*, whichever of its extremes is larger, and has a code for zero: its step is the
     edge over a whole number, the one nearest to edge over range/levels.
     """
-    levels, flat = (1 << bits) - 1, source.reshape(-1, GROUP)
-    high, low = (extreme(flat, which).reshape(scale.shape) for which in (np.maximum, np.minimum))
+    levels, high, low = (1 << bits) - 1, block.high, block.low
     below = np.abs(low) > np.abs(high)
     edge = np.where(below, low, high)
-    least = np.ldexp(np.float32(LEAST_STEP), SCALE_BIAS - shift)
+    least = np.ldexp(np.float32(LEAST_STEP), SCALE_BIAS - block.shift)
     step = np.maximum((high - low) / np.float32(levels), least)
-    steps = np.rint(edge / np.where(below, step, -step))
-    expected = np.where(steps == 0, np.where(below, step, -step), edge / np.where(steps == 0, 1, steps))
-    right = (rounded(expected) == scale) & (rounded(np.where(steps == 0, 0, edge)) == bias)
+    step = np.where(below, step, -step)
+    steps = np.rint(edge / step)
+    without_edge = steps == 0
+    if without_edge.any():
+        step, edge = np.where(without_edge, step, edge / steps), np.where(without_edge, 0, edge)
+    else:
+        step = edge / steps
+    right = (rounded(step) == scale) & (rounded(edge) == bias)
     size = np.abs(scale)
     reach = np.maximum(size / 2, (high - low) - levels * size)
     return right, reach + size * (levels * HALF_ULP) + np.abs(edge) * FLOAT32_SLACK
@@ -121,13 +120,6 @@ def grids(
 def rounded(values: np.ndarray) -> np.ndarray:
     """float32, rounded to bfloat16."""
     return values.astype(ml_dtypes.bfloat16).astype(np.float32)
-
-
-def extreme(groups: np.ndarray, which: np.ufunc) -> np.ndarray:
-    """float32 [n, 64] -> [n], by halves: numpy's own reduction of short rows is several times slower."""
-    for half in (32, 16, 8):
-        groups = which(groups[:, :half], groups[:, half:])
-    return which.reduce(groups.T.copy(), axis=0)
 
 
 def first_false(flags: np.ndarray) -> tuple[int, int]:

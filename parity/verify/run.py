@@ -61,9 +61,10 @@ def verify(
     verdict.total_experts = sum(len(entry.experts) for entry in declared if entry.kind == "experts")
     chosen = [entry for entry in declared if part == "all" or (entry.kind == "experts") == (part == "experts")]
     whole = [entry for entry in chosen if is_whole(entry, stored)]
-    tasks = list(tasks_of(whole, checkpoint, stored, sample, seed))
+    total = sum(weights_of(entry, sampled(entry, sample, seed)) for entry in whole)
+    tasks = tasks_of(whole, checkpoint, stored, sample, seed)
     diagnosis = Diagnosis(checkpoint, stored, declared)
-    for item, wrong in compared(tasks, workers, scheduler, progress):
+    for item, wrong in compared(tasks, total, workers, scheduler, progress):
         (verdict.experts if item.projection else verdict.tensors).append(item)
         if wrong:
             diagnosis.add(item, wrong)
@@ -115,7 +116,10 @@ def is_whole(entry: Entry, stored: Places) -> bool:
 def tasks_of(
     declared: Iterable[Entry], source: Source, stored: Places, sample: int | None, seed: int
 ) -> Iterator[Task]:
-    """One task a tensor, some for a stack; of stacks the same experts in all projections of a layer."""
+    """One task a tensor, some for a stack; of stacks the same experts in all projections of a layer.
+
+    Made when they are asked for: the places of half a million tensors are many.
+    """
     packed = source.expert_format == "mxfp4"
     endings = ("weight_packed", "weight_scale") if packed else ("weight",)
     for entry in declared:
@@ -138,6 +142,8 @@ def piece_of(name: str, stored: Places) -> Piece:
 
 def sampled(entry: Entry, sample: int | None, seed: int) -> tuple[int, ...]:
     """Slots of a stack, all or ``sample`` of them, drawn by layer and seed alone."""
+    if entry.kind != "experts":
+        return ()
     slots = range(len(entry.experts))
     if sample is None or sample >= len(slots):
         return tuple(slots)
@@ -148,24 +154,24 @@ def sampled(entry: Entry, sample: int | None, seed: int) -> tuple[int, ...]:
     return tuple(sorted(sorted(slots, key=draw)[:sample]))
 
 
-def weights_of(task: Task) -> int:
-    return prod(task.entry.shape) * max(1, len(task.slots))
+def weights_of(entry: Entry, slots: Sequence[int]) -> int:
+    return prod(entry.shape) * (len(slots) if entry.kind == "experts" else 1)
 
 
 def compared(
-    tasks: Sequence[Task], workers: int, scheduler: str | None, progress: Progress | None
+    tasks: Iterable[Task], total: int, workers: int, scheduler: str | None, progress: Progress | None
 ) -> Iterator[tuple[Compared, str]]:
     """What the tasks give, in any order; InputError for a damaged source, or a worker that died."""
-    done, total = 0, sum(map(weights_of, tasks))
+    done = 0
     if progress:
         progress(done, total)
-    if not tasks:
+    if not total:
         return
     with executor(workers, scheduler) as (pool, ahead):
         for answer in run_all(pool, ahead, compare, tasks):
             if answer.failure is not None:
                 raise InputError(*answer.failure)
             yield from answer.compared
-            done += weights_of(answer.task)
+            done += weights_of(answer.task.entry, answer.task.slots)
             if progress:
                 progress(done, total)
