@@ -6,7 +6,9 @@ Values of MXFP4 and bfloat16 are exact in float32, and so is that division.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import threading
+from math import prod
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -44,11 +46,29 @@ class Block(NamedTuple):
     shift: int
 
 
+class Scratch(threading.local):
+    """Memory of a thread that is used again: fresh pages for every block would cost more than the arithmetic."""
+
+    def __init__(self) -> None:
+        self._memory: dict[str, np.ndarray] = {}
+
+    def array(self, use: str, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+        """An array for this ``use``, its values whatever they were; it holds until the next call for the same."""
+        size = prod(shape) * np.dtype(dtype).itemsize
+        if use not in self._memory or len(self._memory[use]) < size:
+            self._memory[use] = np.empty(size, np.uint8)
+        return self._memory[use][:size].view(dtype).reshape(shape)
+
+
+scratch = Scratch()
+
+
 def mxfp4(packed: np.ndarray, scale: np.ndarray) -> Block:
-    """uint8 [rows, in/2] and [rows, in/32], in a multiple of 64."""
+    """uint8 [rows, in/2] and [rows, in/32], in a multiple of 64; its weights hold until the next block."""
     shift = int(scale.max())
-    high, low = mxfp4_extremes(packed, scale, shift)
-    return Block(mxfp4_block(packed, scale, shift), high, low, shift)
+    factors = powers(shift)[scale]
+    high, low = mxfp4_extremes(packed, factors)
+    return Block(mxfp4_weights(packed, factors, "source"), high, low, shift)
 
 
 def bf16(bits: np.ndarray) -> Block:
@@ -68,15 +88,18 @@ def powers(shift: int) -> np.ndarray:
 
 def mxfp4_block(packed: np.ndarray, scale: np.ndarray, shift: int) -> np.ndarray:
     """uint8 [rows, in/2] and [rows, in/32] -> float32 [rows, in], divided by ``2^(shift − 127)``."""
-    pairs = np.empty(packed.shape, np.uint64)
-    np.take(PAIRS, packed, out=pairs, mode="clip")
-    weights = pairs.view(np.float32).reshape(*scale.shape, MXFP4_GROUP)
-    weights *= powers(shift)[scale][..., None]
+    return mxfp4_weights(packed, powers(shift)[scale], "").copy()
+
+
+def mxfp4_weights(packed: np.ndarray, factors: np.ndarray, use: str) -> np.ndarray:
+    """uint8 [rows, in/2] and float32 [rows, in/32] -> float32 [rows, in], in the scratch array of that use."""
+    weights = looked_up(PAIRS, packed, use).reshape(*factors.shape, MXFP4_GROUP)
+    weights *= factors[..., None]
     return weights.reshape(len(packed), -1)
 
 
-def mxfp4_extremes(packed: np.ndarray, scale: np.ndarray, shift: int) -> tuple[np.ndarray, np.ndarray]:
-    """The largest and the least weight of every group of 64, float32 [rows, in/64] each.
+def mxfp4_extremes(packed: np.ndarray, factors: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The largest and the least weight of every group of 64, float32 [rows, in/64]; ``factors`` those of groups of 32.
 
     Both nibbles of a byte are replaced by their ranks, from −6 to 6, by bit operations: ``x ^ 8`` of a positive code,
     ``x ^ 15`` of a negative one. Then bytes are compared for their high nibbles, and low nibbles for themselves.
@@ -86,9 +109,8 @@ def mxfp4_extremes(packed: np.ndarray, scale: np.ndarray, shift: int) -> tuple[n
     low_nibbles = ranks & 15
     largest = np.maximum(ranks.max(axis=0) >> 4, low_nibbles.max(axis=0))
     least = np.minimum(ranks.min(axis=0) >> 4, low_nibbles.min(axis=0))
-    factors = powers(shift)[scale]
-    high, low = ((RANKED[rank].reshape(scale.shape) * factors).reshape(len(packed), -1, 2) for rank in (largest, least))
-    return high.max(axis=-1), low.min(axis=-1)
+    high, low = (np.take(RANKED, rank).reshape(factors.shape) * factors for rank in (largest, least))
+    return np.maximum(high[:, 0::2], high[:, 1::2]), np.minimum(low[:, 0::2], low[:, 1::2])
 
 
 def bf16_block(bits: np.ndarray, shift: int) -> np.ndarray:
@@ -117,17 +139,22 @@ def halves(bits: np.ndarray, shift: int) -> np.ndarray:
 
 
 def codes_block(words: np.ndarray, bits: int) -> np.ndarray:
-    """uint32 [rows, in·bits/32] -> codes as float32 [rows, in]: one stream of bits, least significant first."""
+    """uint32 [rows, in·bits/32] -> codes as float32 [rows, in]: one stream of bits, least significant first.
+
+    They hold until the next call.
+    """
     stream = np.ascontiguousarray(words).view(np.uint8)
     if bits == 8:
-        return stream.astype(np.float32)
+        codes = scratch.array("codes", stream.shape, np.float32)
+        codes[:] = stream
+        return codes
     if bits == 3:
-        return looked_up(QUADS_3, twelves(stream))
-    return looked_up(QUADS_2 if bits == 2 else PAIRS_4, stream)
+        return looked_up(QUADS_3, twelves(stream), "codes")
+    return looked_up(QUADS_2 if bits == 2 else PAIRS_4, stream, "codes")
 
 
-def looked_up(entries: np.ndarray, numbers: np.ndarray) -> np.ndarray:
-    found = np.empty(numbers.shape, entries.dtype)
+def looked_up(entries: np.ndarray, numbers: np.ndarray, use: str) -> np.ndarray:
+    found = scratch.array(use, numbers.shape, entries.dtype)
     np.take(entries, numbers, out=found, mode="clip")
     return found.view(np.float32)
 

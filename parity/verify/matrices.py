@@ -34,7 +34,7 @@ class Coded:
             return (codes * scale + bias).reshape(len(self.words), -1)
 
     def codes(self) -> np.ndarray:
-        return codes_block(self.words.view("<u4"), self.bits)
+        return codes_block(self.words.view("<u4"), self.bits).copy()
 
     def with_words(self, words: np.ndarray) -> Coded:
         return Coded(np.ascontiguousarray(words), self.scales, self.biases, self.bits)

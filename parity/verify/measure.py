@@ -16,10 +16,10 @@ from typing import NamedTuple
 import ml_dtypes
 import numpy as np
 
-from parity.verify.decode import GROUP, Block, codes_block, halves
+from parity.verify.decode import GROUP, Block, codes_block, halves, scratch
 from reference.mxfp4 import SCALE_BIAS
 
-BLOCK = 1 << 17
+BLOCK = 1 << 18
 """Weights in work at once: their float32 arrays stay within a processor's own cache."""
 LEAST_STEP = 1e-7
 """The least scale of a group, whose weights may all be equal."""
@@ -85,7 +85,8 @@ def affine_block(block: Block, words: np.ndarray, scales: np.ndarray, biases: np
         found -= source
         difference = squares(found)
         grid, reach = grids(block, scale[..., 0], bias[..., 0], bits)
-        near = np.abs(found, out=found) <= reach[..., None]
+        near = scratch.array("near", found.shape, bool)
+        np.less_equal(np.abs(found, out=found), reach[..., None], out=near)
     wrong_codes = 0 if near.all() else int(near.size - np.count_nonzero(near))
     wrong_grids = int(grid.size - np.count_nonzero(grid))
     first_grid = first_false(grid) if wrong_grids else None
