@@ -51,3 +51,23 @@ def convert(
     for name in tier or ():
         tier_named(name)
     report(run(layers, workers, repeats, folder, tuple(tier or TIERS)), as_json)
+
+
+@app.command("verify")
+def verify(
+    layers: Annotated[int, typer.Option("--layers", min=1, help="4 are 0.4 GB, 19 are 2.2 GB.")] = 4,
+    workers: Annotated[int, typer.Option("--workers", min=1)] = 2,
+    repeats: Annotated[int, typer.Option("--repeats", min=1)] = 3,
+    tier: Annotated[list[str] | None, typer.Option("--tier", help="May be given again; all unless given.")] = None,
+    folder: Annotated[
+        str | None, typer.Option("--folder", help="Where to work; the temporary folder unless given.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Verifying conversions of a mini-K3: expert weights a second, beside the restack bound and the plain way."""
+    from parity.bench.verify import TIERS, report, run
+    from port.tiers import tier_named
+
+    for name in tier or ():
+        tier_named(name)
+    report(run(layers, workers, repeats, folder, tuple(tier or TIERS)), as_json)

@@ -285,7 +285,7 @@ EYES = {
     "router rows rolled by one": (router_rolled, 1, "rows rolled by 1"),
     "correction bias negated": (bias_negated, 1, "its negative"),
     "A_log zeroed": (decays_zeroed, 3, "zero throughout"),
-    "q_proj doubled in all KDA layers": (queries_doubled, 3, "twice its size"),
+    "q_proj doubled in all KDA layers": (queries_doubled, 3, "2 times its size, scale exponents off by +1"),
     "all layer norms zeroed": (norms_zeroed, None, "zero throughout"),
     "embedding scales zeroed": (embedding_zeroed, 1, "scales zeroed"),
     "convolution kernels reversed in time": (kernels_reversed, 9, "each row backwards"),

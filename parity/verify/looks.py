@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from parity.verify.decode import GROUP
+from parity.verify.decode import GROUP, MXFP4_GROUP
 from parity.verify.matrices import Coded
 from parity.verify.measure import plain
 
@@ -36,7 +36,7 @@ def nothing(found: np.ndarray) -> str:
 
 
 def scaled(found: np.ndarray, right: np.ndarray, limit: float) -> str:
-    """The right one times a factor: half and double are an exponent off by one."""
+    """The right one times a factor: a power of two is an exponent that is off."""
     factor = factor_of(found, right)
     closest = np.copysign(2.0 ** np.rint(np.log2(abs(factor))), factor) if 0 < abs(factor) < np.inf else 0
     factor = closest if closest and abs(factor / closest - 1) < EXACT_FACTOR else factor
@@ -44,8 +44,9 @@ def scaled(found: np.ndarray, right: np.ndarray, limit: float) -> str:
         return ""
     if factor == -1:
         return "its negative"
-    exponent = {2.0: "scale exponents off by one: twice its size", 0.5: "scale exponents off by one: half its size"}
-    return exponent.get(float(factor), f"{factor:.3g} times its size")
+    told = f"{factor:.3g} times its size"
+    power = np.log2(factor) if factor > 0 else np.nan
+    return f"{told}, scale exponents off by {int(power):+d}" if power == np.rint(power) else told
 
 
 def factor_of(found: np.ndarray, right: np.ndarray) -> float:
@@ -59,9 +60,11 @@ def factor_of(found: np.ndarray, right: np.ndarray) -> float:
 
 def pairs_swapped(found: Coded, right: np.ndarray, limit: float) -> str:
     """Nibbles exchanged in the source's bytes or, where they were requantized, in the folder's."""
-    swapped = right.reshape(len(right), -1, 2)[..., ::-1]
-    if apart(found.weights(), swapped) <= limit:
+    weights, pairs = found.weights(), right.reshape(len(right), -1, 2)
+    if apart(weights, pairs[..., ::-1]) <= limit:
         return "nibbles swapped"
+    if apart(weights, pairs.reshape(len(right), -1, MXFP4_GROUP // 2, 2).swapaxes(2, 3)) <= limit:
+        return "nibbles taken for the halves of a group"
     undone = found.with_words(found.words << 4 | found.words >> 4)
     return "nibbles swapped" if apart(undone.weights(), right) <= limit else ""
 
