@@ -34,8 +34,8 @@ def verification(source: str, folder: str, part: str, workers: int) -> None:
         raise RuntimeError(f"{folder} is not its source's conversion")
 
 
-def plain(source: str, folder: str) -> list[tuple[str, float, float]]:
-    """Name, cosine and relative error of some experts' projections, float64, whole matrices."""
+def plain(source: str, folder: str, count: int = PLAIN_EXPERTS) -> list[tuple[str, float, float]]:
+    """Name, cosine and relative error of ``count`` experts' projections, float64, whole matrices."""
     from parity.dequantized import Folder
     from parity.metrics import cosine, relative_rms
     from reference.mxfp4 import unpack
@@ -43,7 +43,7 @@ def plain(source: str, folder: str) -> list[tuple[str, float, float]]:
 
     before, after, result = Shards(source), Folder(Path(folder)), []
     packed = [name for name in before.names if name.endswith(".weight_packed")]
-    for name in packed[:: max(1, len(packed) // PLAIN_EXPERTS)][:PLAIN_EXPERTS]:
+    for name in packed[:: max(1, len(packed) // count)][:count]:
         truth = unpack(before.read(name), before.read(name.replace("weight_packed", "weight_scale")))
         name = name.removesuffix(".weight_packed")
         found = after.source_matrix(f"{name}.weight")
@@ -136,8 +136,9 @@ def report(rows: list[Row], as_json: bool = False) -> None:
     if as_json:
         print(json.dumps({"schema": SCHEMA, "rows": rows}, indent=1))
         return
-    from rich.console import Console
     from rich.table import Table
+
+    from parity.cli.common import stdout
 
     table = Table("what", "workers", "s", "GB/s", "of bound", "M weights/s", "per core s", "cosine off", "MB")
     for row in rows:
@@ -154,4 +155,4 @@ def report(rows: list[Row], as_json: bool = False) -> None:
             shown(row["cosine_error"], ".1e"),
             shown(scaled["resident"], ".0f"),
         )
-    Console().print(table)
+    stdout().print(table)

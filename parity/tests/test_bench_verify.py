@@ -7,13 +7,16 @@ from pathlib import Path
 
 import pytest
 
+from fixtures.build import cached
+from fixtures.catalogue import entry
 from parity.bench import verify as bench
 from parity.bench.convert import BOUND
+from port.convert import convert
 from reference.errors import InputError
 
 
-def test_rows_and_report(tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(bench, "PLAIN_EXPERTS", 2)
+@pytest.mark.slow
+def test_rows_and_report(tmp_path: Path, capsys: pytest.CaptureFixture):
     rows = bench.run(layers=2, workers=1, repeats=1, folder=str(tmp_path), tiers=("mxfp4", "2bit"))
     assert [row["name"] for row in rows] == [BOUND, "mxfp4", "2bit", "plain way, 2bit"]
     assert not list(tmp_path.iterdir())
@@ -27,11 +30,14 @@ def test_rows_and_report(tmp_path: Path, capsys: pytest.CaptureFixture, monkeypa
     assert json.loads(capsys.readouterr().out) == {"schema": bench.SCHEMA, "rows": rows}
 
 
-def test_a_folder_that_does_not_agree_ends_the_benchmark(tmp_path: Path):
-    from fixtures.build import cached
-    from fixtures.catalogue import entry
-    from port.convert import convert
+def test_the_cosine_is_the_plain_ways(tmp_path: Path):
+    source = cached(entry("quantizable"))
+    convert(source, tmp_path / "out", "3bit", sync=False)
+    assert len(bench.plain(str(source), str(tmp_path / "out"))) == bench.PLAIN_EXPERTS
+    assert bench.cosine_error(source, tmp_path / "out") < 1e-6
 
+
+def test_a_folder_that_does_not_agree_ends_the_benchmark(tmp_path: Path):
     source = cached(entry("quantizable"))
     convert(source, tmp_path / "out", "mxfp4", sync=False)
     (tmp_path / "out" / "tiktoken.model").unlink()
