@@ -30,10 +30,10 @@ def released_looking(seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
 
 def affine_error(packed: np.ndarray, scale: np.ndarray, bits: int) -> float:
     """Relative error of an expert's matrix in affine groups of 64, as the converter writes them."""
-    from port.requantize import dequantize_mxfp4, quantize
+    from port.requantize_mxfp4 import requantize
     from port.tiers import Format
 
-    codes, *halves = quantize(dequantize_mxfp4(packed, scale), Format("affine", bits, 64))
+    codes, *halves = requantize(packed, scale, Format("affine", bits, 64))
     scales, biases = (half.view(ml_dtypes.bfloat16) for half in halves)
     return relative_rms(affine_weights(codes, scales, biases), unpack(packed, scale))
 

@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from port.requantize import check_finite, dequantize_mxfp4, quantize, row_blocks, widen
+from port.requantize import check_finite, quantize, row_blocks, widen
+from port.requantize_mxfp4 import requantize
 from port.source import COPY_BYTES, Files, Piece, write_all
 from port.tiers import WORD_BITS, Output
 from reference.checkpoint import ExpertFormat
@@ -74,7 +75,7 @@ def quantize_experts(
     target: int,
     at: Sequence[int],
 ) -> None:
-    """One expert after the other, a block of rows at a time; pieces as for ``stack``, or one per dense expert."""
+    """One expert after the other; pieces as for ``stack``, or one per dense expert."""
     rows, width = output.shape
     if expert_format == "dense":
         for piece in pieces:
@@ -83,9 +84,7 @@ def quantize_experts(
     for packed, scale in zip(pieces[::2], pieces[1::2], strict=True):
         codes = files.read(packed).reshape(rows, width // 2)
         scales = files.read(scale).reshape(rows, width // GROUP)
-        for first, end in row_blocks(rows, width):
-            weights = checked(scale, dequantize_mxfp4, codes[first:end], scales[first:end])
-            at = append(output, weights, target, at)
+        at = append(checked(scale, requantize, codes, scales, output.format), target, at)
 
 
 def quantize_rows(
@@ -95,7 +94,7 @@ def quantize_rows(
     width = output.shape[1]
     for first, end in blocks:
         weights = checked(piece, widen, files.read(piece, 2 * first * width, 2 * (end - first) * width))
-        at = append(output, weights.reshape(end - first, width), target, at)
+        at = append(quantize(weights.reshape(end - first, width), output.format), target, at)
     return at
 
 
@@ -107,19 +106,17 @@ def quantize_kv_b(output: Output, piece: Piece, files: Files, target: int, at: S
     for part, first in ((weights[:, :nope].swapaxes(1, 2), 0), (weights[:, nope:], 3)):
         place = at[first : first + 3]
         for head in part:
-            place = append(output, np.ascontiguousarray(head), target, place)
+            place = append(quantize(np.ascontiguousarray(head), output.format), target, place)
 
 
-def append(output: Output, weights: np.ndarray, target: int, at: Sequence[int]) -> list[int]:
-    """Quantize float32 [rows, in], write codes, scales and biases each at its place; returns the places after them."""
-    after = []
-    for part, place in zip(quantize(weights, output.format), at, strict=True):
+def append(parts: Sequence[np.ndarray], target: int, at: Sequence[int]) -> list[int]:
+    """Write codes, scales and biases each at its place; returns the places after them."""
+    for part, place in zip(parts, at, strict=True):
         write_all(target, part, place)
-        after.append(place + part.nbytes)
-    return after
+    return [place + part.nbytes for part, place in zip(parts, at, strict=True)]
 
 
-def checked(piece: Piece, function: Callable[..., Any], *arguments: np.ndarray) -> Any:
+def checked(piece: Piece, function: Callable[..., Any], *arguments: Any) -> Any:
     """What ``function`` returns; a ValueError of its becomes an InputError that names file and tensor."""
     try:
         return function(*arguments)

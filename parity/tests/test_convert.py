@@ -25,6 +25,7 @@ from port import tiers, writers
 from port.convert import convert, prepare
 from port.output_config import RECORD, is_converted, read_conversion
 from port.requantize import dequantize_mxfp4, quantize
+from port.requantize_mxfp4 import requantize
 from port.tiers import TIERS, Format, tier_named
 from port.weights import load_model
 from reference.config import K3Config
@@ -122,11 +123,28 @@ def test_dequantizing_is_exact(seed: int):
     np.testing.assert_array_equal(dequantize_mxfp4(packed, scale), unpack(packed, scale).astype(np.float32))
 
 
+@given(seed=st.integers(0, 2**32 - 1), bits=st.sampled_from([2, 3, 4, 8]), spread=st.sampled_from([1, 6, 250]))
+def test_requantizing_is_mlx_quantize_bit_for_bit(seed: int, bits: int, spread: int):
+    """Any codes and scales; groups of zeros, of minus zeros, of one sign, of one value; more rows than a block has."""
+    draw = np.random.default_rng(seed)
+    packed = draw.integers(0, 256, (150, 640), np.uint8)
+    scale = draw.integers(125 - spread // 2, 126 + spread // 2, (150, 40)).astype(np.uint8)
+    for rows, change in ((slice(9), 0x00), (slice(9, 19), 0x88), (slice(19, 29), 0x77), (slice(29, 39), 0x11)):
+        packed[rows] &= change
+    packed[39:49] |= 0x88
+    packed[49:59] = 0xB3
+    format = Format("affine", bits, 64)
+    expected = quantize(dequantize_mxfp4(packed, scale), format)
+    for found, wanted in zip(requantize(packed, scale, format), expected, strict=True):
+        np.testing.assert_array_equal(found, wanted)
+
+
 @pytest.mark.parametrize("scale", [255, 254])
-def test_scales_that_are_nan_or_overflow_are_refused(scale: int):
-    packed = np.full((1, 16), 0x77, np.uint8)
+@pytest.mark.parametrize("function", [dequantize_mxfp4, lambda p, s: requantize(p, s, Format("affine", 2, 64))])
+def test_scales_that_are_nan_or_overflow_are_refused(scale: int, function):
+    packed = np.full((1, 32), 0x77, np.uint8)
     with pytest.raises(ValueError, match="NaN" if scale == 255 else "overflow"):
-        dequantize_mxfp4(packed, np.full((1, 1), scale, np.uint8))
+        function(packed, np.full((1, 2), scale, np.uint8))
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
@@ -157,11 +175,15 @@ def test_affine_4_bit_would_be_larger_and_lossy():
     assert Format("affine", 4, 64) not in {tier.experts for tier in TIERS.values()}
 
 
+def rolled(packed: np.ndarray, scale: np.ndarray, format: Format):
+    return requantize(np.roll(packed, 1, axis=0), np.roll(scale, 1, axis=0), format)
+
+
 FAULTS = {
     "w1 and w3 exchanged": (tiers, "EXPERT_NAMES", {"w1": "up_proj", "w2": "down_proj", "w3": "gate_proj"}),
-    "nibbles swapped": (writers, "dequantize_mxfp4", lambda p, s: dequantize_mxfp4(p >> 4 | p << 4, s)),
-    "scales off by one": (writers, "dequantize_mxfp4", lambda p, s: dequantize_mxfp4(p, s + np.uint8(1))),
-    "rows rolled": (writers, "dequantize_mxfp4", lambda p, s: np.roll(dequantize_mxfp4(p, s), 1, axis=0)),
+    "nibbles swapped": (writers, "requantize", lambda p, s, f: requantize(p >> 4 | p << 4, s, f)),
+    "scales off by one": (writers, "requantize", lambda p, s, f: requantize(p, s + np.uint8(1), f)),
+    "rows rolled": (writers, "requantize", rolled),
 }
 
 
