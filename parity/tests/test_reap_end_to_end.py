@@ -92,6 +92,14 @@ def test_the_converted_folders_are_the_plans(pruned: Pruned):
         assert K3Config.from_file(pruned.folder / name).text_config.num_experts == KEEP
 
 
+def test_verify_finds_the_folders_to_be_their_sources_conversions(pruned: Pruned):
+    """Every kept expert under its new number."""
+    verify = pytest.importorskip("parity.cli.verify", reason="this tree has no verify command")
+    assert verify
+    for name in PLANS:
+        command("verify", pruned.folder / name, "--source", pruned.source, "--plan", pruned.folder / f"{name}.json")
+
+
 def random_plan(seed: int, layers) -> dict[int, list[int]]:
     draw = np.random.default_rng(seed)
     return {layer: draw.choice(EXPERTS, KEEP, replace=False).tolist() for layer in layers}
