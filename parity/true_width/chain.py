@@ -32,7 +32,7 @@ APART = 2e-4
 """Relative RMS that two float32 chains may be apart at any layer: what the authors' own float32 pass is allowed."""
 WIDE, WIDE_FACTOR = 4096, 2.0
 """Where float64 is carried along and there are so many channels, the port may be so many times as far from it as the
-reference's float32 is: over thousands of channels two right programs draw the same error. Over fewer, as in any chain."""
+reference's float32 is: over thousands of channels two right programs draw the same error. Over fewer: as any chain."""
 SHOWN = ("self_attn.input", "self_attn.output", "mlp.input", "mlp.output", "output")
 EMBEDDING, NORM = "language_model.model.embed_tokens.output", "language_model.model.norm.output"
 ROUTED = (SCORES, "router.weights", "moe.routed")
@@ -137,7 +137,9 @@ class Chain:
         own = {side: [taps for _, taps in result] for side, result in results.items()}
         prefix = name.removesuffix(INDICES)
         flat = {
-            side: {prefix + what: np.concatenate([taps[prefix + what] for taps in pieces]) for what in (INDICES, SCORES)}
+            side: {
+                prefix + what: np.concatenate([taps[prefix + what] for taps in pieces]) for what in (INDICES, SCORES)
+            }
             for side, pieces in own.items()
         }
         margin = {prefix + MARGIN: np.concatenate([taps[prefix + MARGIN] for taps in own["noise"]])}

@@ -109,5 +109,3 @@ def head(run: Run, hidden: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
             session.model.language_model.lm_head = linear
             pieces[name].append(session.module(ModuleCall("lm_head", None, {"hidden": given}))["logits"])
     return {name: np.concatenate(parts, axis=-1) for name, parts in pieces.items()}
-
-

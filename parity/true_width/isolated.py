@@ -212,9 +212,7 @@ def residual_findings(run: Run, sides: LayerSides, layer: int, before: Position)
     for field_, allowed in {"blocks": 0.0, "prefix_sum": AGREEMENT}.items():
         result = measure(found[field_], getattr(expected, field_))
         status = "pass" if result["error"] <= allowed else "fail"
-        yield place.finding(
-            what, f"{LAYERS}{layer}.{field_}", status, allowed=allowed, inputs_agree=True, **result
-        )
+        yield place.finding(what, f"{LAYERS}{layer}.{field_}", status, allowed=allowed, inputs_agree=True, **result)
 
 
 def compared(
@@ -228,7 +226,9 @@ def compared(
 
 def absent(run: Run, layer: int, sides: LayerSides) -> dict[str, TensorSpec]:
     """The layer's tensors, without routed experts, that the source lacks or this run did not ask for."""
-    return {name: spec for name, spec in layer_specs(run.reader.source.config, layer).items() if name not in sides.present}
+    return {
+        name: spec for name, spec in layer_specs(run.reader.source.config, layer).items() if name not in sides.present
+    }
 
 
 def lacking_tensors(run: Run, layer: int, kind: str, sides: LayerSides) -> dict[str, TensorSpec]:
@@ -237,7 +237,8 @@ def lacking_tensors(run: Run, layer: int, kind: str, sides: LayerSides) -> dict[
 
 
 def not_there(run: Run, layer: int, kind: str, lacking: dict[str, TensorSpec]) -> Finding:
-    tap = f"{LAYERS}{layer}.{'self_attn' if kind in ATTENTION else 'mlp'}.{'input' if kind.endswith('_input') else 'output'}"
+    module, end = "self_attn" if kind in ATTENTION else "mlp", "input" if kind.endswith("_input") else "output"
+    tap = f"{LAYERS}{layer}.{module}.{end}"
     listed = ", ".join(located(run, spec) for spec in list(lacking.values())[:4])
     more = f" and {len(lacking) - 4} more" if len(lacking) > 4 else ""
     note = f"not checked: {len(lacking)} tensors are not there: {listed}{more}"
