@@ -21,9 +21,11 @@ from parity.routing import INDICES, MARGIN, SCORES, compare_choice
 from parity.tolerance import CHAINED, FLOOR
 from parity.true_width.cost import peak_rss
 from parity.true_width.ends import ends_of, head
-from parity.true_width.isolated import LayerSides, Run, compared, located
+from parity.true_width.isolated import compared
+from parity.true_width.partial import located
 from parity.true_width.session import Position, joined
-from parity.true_width.source import layer_specs
+from parity.true_width.sides import LayerSides, Run
+from parity.true_width.source import Missing, layer_specs
 from parity.true_width.state import State
 from parity.true_width.weights import missing
 from reference.checkpoint import LAYERS
@@ -53,15 +55,22 @@ class Chain:
         self.run, self.plan, self.state = run, plan, state
 
     def findings(self) -> Iterator[Finding]:
-        """All findings of the run, those that were written down first."""
+        """All findings of the run, those that were written down first; where something is missing the chain ends."""
         yield from self.state.findings
+        try:
+            yield from self._steps()
+        except Missing as missed:
+            yield self._stopped(f"{missed.subject} is not there")
+
+    def _steps(self) -> Iterator[Finding]:
         if not self.state.positions:
-            self._keep(self._embedding(), 0)
-            yield from self.state.findings
+            found = self._embedding()
+            self._keep(found, 0)
+            yield from found
         for layer in range(self.state.layer, self.run.text.num_hidden_layers):
-            stop = self._incomplete(layer)
-            if stop is not None:
-                yield stop
+            lacking = list(missing(self.run.reader.source, layer_specs(self.run.reader.source.config, layer)).values())
+            if lacking:
+                yield self._stopped(f"{len(lacking)} tensors are not there, first {located(self.run, lacking[0])}")
                 return
             began = time.monotonic()
             found = list(self._layer(layer))
@@ -91,17 +100,11 @@ class Chain:
     def _ends_of_pieces(self) -> list[int]:
         return [self.run.tokens + step for step in range(self.plan.decode)]
 
-    def _incomplete(self, layer: int) -> Finding | None:
-        """A finding that names what a layer lacks; None if all but its experts is there."""
-        lacking = list(missing(self.run.reader.source, layer_specs(self.run.reader.source.config, layer)).values())
-        if not lacking:
-            return None
-        return self._stopped(layer, f"{len(lacking)} tensors are not there, first {located(self.run, lacking[0])}")
-
-    def _stopped(self, layer: int, why: str) -> Finding:
+    def _stopped(self, why: str) -> Finding:
+        layer = min(self.state.layer, self.run.text.num_hidden_layers - 1)
         tap = f"{LAYERS}{layer}.output"
-        rest = f"the chain ends before layer {layer}: {why}; single layers go on their own with --layers {layer},…"
-        return self.run.place("chain", False).finding(quantity(self.run.text, tap), tap, "unsupported", note=rest)
+        note = f"the chain ends before layer {self.state.layer}: {why}; single layers are checked by their numbers"
+        return self.run.place("chain", False).finding(quantity(self.run.text, tap), tap, "unsupported", note=note)
 
     def _layer(self, layer: int) -> Iterator[Finding]:
         """One layer on every side; the positions move on."""

@@ -17,7 +17,8 @@ from parity.ports.reference import PORT as REFERENCE
 from parity.runner import header
 from parity.true_width.chain import Chain, Plan
 from parity.true_width.cost import peak_rss
-from parity.true_width.isolated import Run, layer_findings
+from parity.true_width.isolated import layer_findings
+from parity.true_width.sides import Run
 from parity.true_width.source import ShardSource, Source, SyntheticSource
 from parity.true_width.state import open_state
 from parity.true_width.vision import PRESET
