@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from parity.cli import width
 from parity.cli.common import Json, Page, PortName, Seed, finish, stderr, wanted_page
 from reference.errors import InputError
 
@@ -36,6 +37,15 @@ def check(
         ),
     ] = None,
     regime: Annotated[str | None, typer.Option("--regime", help="Keep only this input regime.")] = None,
+    layers: width.Layers = None,
+    tokens: width.Tokens = 8,
+    decode: width.Decode = 2,
+    truth_layers: width.TruthLayers = 4,
+    checkpoint: width.Checkpoint = None,
+    state: width.StateFolder = None,
+    resume: width.Resume = False,
+    lend_blas: width.LendBlas = width.LENT,
+    threads: width.Threads = 2,
     seed: Seed = 0,
     diagnose: Annotated[
         bool, typer.Option("--diagnose/--no-diagnose", help="Say which known fault a wrong module looks like.")
@@ -47,12 +57,27 @@ def check(
 
     Exit codes: 0 agree, 1 disagree, 2 bad input, 3 the port could not load or crashed, 5 nothing was compared.
     """
+    if layers is not None or checkpoint is not None:
+        streamed = (tokens, decode, truth_layers, checkpoint, state, resume, lend_blas, threads, seed, as_json)
+        width.text(layers or "all", one_streamed(port, case, dtype), *streamed)
     from parity.runner import run_checks
 
     wanted_page(page)
     plan, chosen = planned(port, case, dtype, checks, part, golden, seed)
     report = run_checks(plan, chosen, regime, progress)
     finish(diagnosed(plan, report) if diagnose else report, as_json, page)
+
+
+def one_streamed(port: str, case: list[str] | None, dtype: list[str] | None) -> str:
+    """The case of a run with --layers; raises InputError for what cannot be streamed layer by layer."""
+    mend = "leave it out with --layers"
+    if port != "mlx":
+        raise InputError("--port", "--layers", "mlx, the twin that is built layer by layer", port, mend)
+    if dtype not in (None, ["float32"]):
+        raise InputError("--dtype", "--layers", "float32", ", ".join(dtype), mend)
+    if case is not None and len(case) != 1:
+        raise InputError("--case", "--layers", "one case", ", ".join(case), "run them one by one")
+    return case[0] if case else "k3"
 
 
 def planned(port, case, dtype, checks, part, golden, seed) -> tuple[Plan, tuple[str, ...]]:

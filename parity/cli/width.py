@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import os
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from parity.cli.common import Json, Seed, stderr, stdout
+from parity.cli.common import Json, Seed, finish, stderr, stdout
 from parity.exits import EXIT_AGREE, EXIT_DISAGREE
 
 app = typer.Typer(no_args_is_help=True, help="The twins at K3's own dimensions, part by part.")
@@ -49,6 +50,59 @@ def vision(
     else:
         _print(document)
     raise typer.Exit(EXIT_AGREE if document["agree"] else EXIT_DISAGREE)
+
+
+Layers = Annotated[
+    str | None,
+    typer.Option(
+        "--layers",
+        help="At true width, one layer in memory: 0-based numbers (0,1,3), each module alone; or all, in one chain.",
+    ),
+]
+Tokens = Annotated[int, typer.Option("--tokens", min=1, help="With --layers: tokens of the prompt.")]
+Decode = Annotated[int, typer.Option("--decode", min=0, help="With --layers all: tokens decoded after the prompt.")]
+TruthLayers = Annotated[
+    int, typer.Option("--truth-layers", min=0, help="With --layers all: how many layers are carried in float64 too.")
+]
+Checkpoint = Annotated[
+    Path | None,
+    typer.Option("--checkpoint", help="With --layers: released shards, all or some, in place of synthetic weights."),
+]
+StateFolder = Annotated[
+    Path | None, typer.Option("--state", help="With --layers all: where the chain is written down after each layer.")
+]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on from --state.")]
+LendBlas = Annotated[
+    bool, typer.Option("--lend-blas/--no-lend-blas", help="With --layers: lend torch's matrix product to MLX (Linux).")
+]
+Threads = Annotated[int, typer.Option("--threads", min=1)]
+LENT = sys.platform.startswith("linux")
+
+
+@app.command("text")
+def text(
+    layers: Layers = "all",
+    case: Annotated[str, typer.Option("--case", help="k3, or a case of the catalogue.")] = "k3",
+    tokens: Tokens = 8,
+    decode: Decode = 2,
+    truth_layers: TruthLayers = 4,
+    checkpoint: Checkpoint = None,
+    state: StateFolder = None,
+    resume: Resume = False,
+    lend_blas: LendBlas = LENT,
+    threads: Threads = 2,
+    seed: Seed = 0,
+    as_json: Json = False,
+) -> None:
+    """Layers of the text tower, synthetic or from released shards, with the chosen experts alone in memory."""
+    from parity.blas import LEND
+
+    # Read once, when the libraries are loaded.
+    os.environ |= {"OMP_NUM_THREADS": str(threads), "MLX_ENABLE_TF32": "0", LEND: "1" if lend_blas else "0"}
+    from parity.true_width.text import Options, run_text
+
+    options = Options(case, layers or "all", tokens, decode, truth_layers, checkpoint, state, resume, seed, threads)
+    finish(run_text(options, lambda line: stderr.print(line, highlight=False, markup=False)), as_json)
 
 
 def _print(document: dict) -> None:

@@ -10,9 +10,9 @@ from parity.ports.mlx import PORT as MLX
 from parity.ports.reference import PORT as REFERENCE
 from parity.ports.twin import TwinSession
 from parity.protocol import ModuleCall
-from parity.true_width.isolated import Run
 from parity.true_width.reference_side import load, widened
 from parity.true_width.session import Position, ends_session
+from parity.true_width.sides import Run
 from parity.true_width.source import top_specs
 from parity.true_width.weights import SharedArrays
 from reference.checkpoint import TensorSpec
@@ -109,5 +109,3 @@ def head(run: Run, hidden: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
             session.model.language_model.lm_head = linear
             pieces[name].append(session.module(ModuleCall("lm_head", None, {"hidden": given}))["logits"])
     return {name: np.concatenate(parts, axis=-1) for name, parts in pieces.items()}
-
-

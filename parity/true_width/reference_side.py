@@ -18,7 +18,12 @@ SMALL = 1 << 23
 
 
 def build_layer(
-    text: TextConfig, layer: int, expert_format: ExpertFormat, views: dict[str, np.ndarray], bank: ExpertBank, wide: bool
+    text: TextConfig,
+    layer: int,
+    expert_format: ExpertFormat,
+    views: dict[str, np.ndarray],
+    bank: ExpertBank,
+    wide: bool,
 ) -> torch.nn.Module:
     """The 0-based ``layer`` on the memory of ``views``; what these lack stays without values and must not be used."""
     import torch
@@ -58,9 +63,7 @@ def lazy_experts(text: TextConfig, expert_format: ExpertFormat, bank: ExpertBank
         def forward(self, z: torch.Tensor) -> torch.Tensor:
             """z [N, latent] -> [N, latent]."""
             with torch.device("meta"):
-                expert = Expert(
-                    text.latent_size, text.moe_intermediate_size, gated_activation(text), expert_format
-                )
+                expert = Expert(text.latent_size, text.moe_intermediate_size, gated_activation(text), expert_format)
             load(expert, {name: as_used(array, z) for name, array in bank.expert(self.number).items()})
             return expert(z)
 

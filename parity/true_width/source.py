@@ -33,6 +33,10 @@ from reference.headers import FETCH_AGAIN, INDEX, Stored, inside, parse_object, 
 from reference.shards import NUMPY_DTYPES, check_values
 
 
+class Missing(InputError):
+    """A tensor that a partial download does not hold."""
+
+
 class Source(Protocol):
     """``name`` says in one word or path what is read; ``read_bytes`` counts all bytes that came from a disk."""
 
@@ -113,7 +117,7 @@ class ShardSource:
     def read(self, spec: TensorSpec, rows: slice | None = None) -> np.ndarray:
         if not self.has(spec):
             where = self.place(spec) or "a shard that holds it"
-            raise InputError(self.name, spec.name, "the tensor that the layer reads", "nothing", f"fetch {where}")
+            raise Missing(self.name, spec.name, "the tensor that the layer reads", "nothing", f"fetch {where}")
         stored = self._stored[spec.name]
         first, last, _ = (rows or slice(None)).indices(spec.shape[0])
         row = (stored.end - stored.begin) // spec.shape[0]

@@ -1,0 +1,144 @@
+"""The text tower at true width: which layers, from which weights, and the report."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fixtures.catalogue import Entry, entry
+from fixtures.inputs import token_ids
+from parity.findings import Finding, Report
+from parity.ports.mlx import PORT as MLX
+from parity.ports.reference import PORT as REFERENCE
+from parity.runner import header
+from parity.true_width.chain import Chain, Plan
+from parity.true_width.cost import peak_rss
+from parity.true_width.isolated import layer_findings
+from parity.true_width.sides import Run
+from parity.true_width.source import ShardSource, Source, SyntheticSource
+from parity.true_width.state import open_state
+from parity.true_width.vision import PRESET
+from parity.true_width.weights import Reader
+from reference.config import read_json
+from reference.errors import InputError
+
+ALL = "all"
+K3 = "k3"
+
+
+@dataclass(frozen=True)
+class Options:
+    """``layers`` is "all" or 0-based numbers, "0,1,3"; ``checkpoint`` a folder that takes the place of ``case``."""
+
+    case: str = K3
+    layers: str = ALL
+    tokens: int = 8
+    decode: int = 2
+    truth_layers: int = 4
+    checkpoint: Path | None = None
+    state: Path | None = None
+    resume: bool = False
+    seed: int = 0
+    threads: int = 2
+
+
+def run_text(
+    options: Options,
+    note: Callable[[str], None] = lambda line: None,
+    in_force: Callable[[], AbstractContextManager] = nullcontext,
+) -> Report:
+    """The findings of a run as a report; ``note`` hears a line per layer. Raises InputError for bad options."""
+    started, source = time.monotonic(), source_of(options)
+    layers = chosen_layers(options.layers, source.config.text_config.num_hidden_layers)
+    reader = Reader(source, options.threads)
+    run = Run(reader, options.case if options.checkpoint is None else source.name, options.tokens, options.seed)
+    run.note, run.in_force = note, in_force
+    findings = []
+    for finding in chained(run, options) if layers is None else isolated(run, layers):
+        findings.append(finding.model_copy(update={"command": repeat(options, finding)}))
+    reader.close()
+    return Report(
+        port=MLX.name,
+        header=header(MLX, ("float32",), options.seed) | REFERENCE.versions() | facts(run, options),
+        findings=tuple(findings),
+        seconds=round(time.monotonic() - started, 2),
+    )
+
+
+def source_of(options: Options) -> Source:
+    if options.checkpoint is not None:
+        return ShardSource(options.checkpoint)
+    known = Entry(K3, document(options)) if options.case == K3 else entry(options.case)
+    return SyntheticSource(options.case, known.parsed, known.expert_format, options.seed)
+
+
+def chosen_layers(layers: str, count: int) -> list[int] | None:
+    """The layers of an option, or None for all of them in a chain; raises InputError for what is no list of layers."""
+    if layers == ALL:
+        return None
+    numbers = [int(part) if part.strip().isdecimal() else -1 for part in layers.split(",")]
+    if any(not 0 <= number < count for number in numbers):
+        expected = f"all, or numbers from 0 to {count - 1}, as in 0,1,3"
+        raise InputError("--layers", "layers", expected, layers, "count layers from 0")
+    return list(dict.fromkeys(numbers))
+
+
+def isolated(run: Run, layers: list[int]) -> Iterator[Finding]:
+    """Every module of these layers alone."""
+    for layer in layers:
+        began, worst = time.monotonic(), 0.0
+        for finding in layer_findings(run, layer):
+            worst = max(worst, finding.error or 0.0)
+            yield finding
+        run.note(f"layer {layer} ({kind_of(run, layer)}): worst error {worst:.1e}, {cost(began)}")
+
+
+def chained(run: Run, options: Options) -> Iterator[Finding]:
+    """All layers, one after the other."""
+    ids = token_ids(Entry("width", document(options)), "chain", (1, options.tokens + options.decode), options.seed)
+    about = {"source": run.reader.source.name, "seed": options.seed, "tokens": options.tokens}
+    about |= {"decode": options.decode, "truth_layers": options.truth_layers}
+    about |= {"matrix product": MLX.versions()["matrix product"]}
+    state = open_state(about, ids, options.state, options.resume)
+    if state.layer:
+        run.note(f"resumed before layer {state.layer}")
+    yield from Chain(run, Plan(options.decode, options.truth_layers), state).findings()
+
+
+def document(options: Options) -> dict[str, Any]:
+    """The ``config.json`` of the run."""
+    if options.checkpoint is not None:
+        return read_json(options.checkpoint / "config.json")
+    return read_json(PRESET) if options.case == K3 else entry(options.case).config
+
+
+def kind_of(run: Run, layer: int) -> str:
+    attention = "KDA" if run.text.is_kda(layer) else "MLA"
+    return f"{attention}, {run.experts.get(layer, 0)} experts" if run.text.is_moe(layer) else f"{attention}, dense"
+
+
+def cost(began: float) -> str:
+    return f"{time.monotonic() - began:.0f} s, {peak_rss() / 1e9:.1f} GB at most so far"
+
+
+def facts(run: Run, options: Options) -> dict[str, str]:
+    """What a reader of the report must know beside the versions."""
+    needed, read = sum(run.reader.needed.values()), run.reader.source.read_bytes
+    told = {"layers": options.layers, "tokens": str(options.tokens), "peak memory": f"{peak_rss() / 1e9:.1f} GB"}
+    if options.layers == ALL:
+        told["decode steps"] = str(options.decode)
+    told["float64"] = f"the first {options.truth_layers} layers" if options.layers == ALL else "every layer"
+    told["bytes needed"] = str(needed)
+    return told | ({"bytes read": str(read)} if options.checkpoint else {})
+
+
+def repeat(options: Options, finding: Finding) -> str:
+    """The one command that runs exactly this comparison again."""
+    layer = finding.tap.partition(".layers.")[2].partition(".")[0]
+    layers = layer if options.layers != ALL and layer else options.layers
+    origin = f"--checkpoint {options.checkpoint}" if options.checkpoint else f"--case {options.case}"
+    return f"k3-parity check {origin} --layers {layers} --tokens {options.tokens} --seed {options.seed}"
