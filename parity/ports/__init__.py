@@ -35,7 +35,8 @@ def load_port(name: str) -> Port:
 
         return RingPort(rest)
     registered = {entry.name: entry for entry in entry_points(group=GROUP)}
-    known = f"one of {', '.join([*NAMES, *registered])}, traces:DIR, command:LINE, pipeline:N, ring:N, or package.module:ATTRIBUTE"
+    others = "traces:DIR, command:LINE, pipeline:N, ring:N, or package.module:ATTRIBUTE"
+    known = f"one of {', '.join([*NAMES, *registered])}, {others}"
     try:
         if name in NAMES:
             port = importlib.import_module(f"parity.ports.{name}").PORT

@@ -106,22 +106,24 @@ class SplitSession:
 
 
 def merged(split: Split, answers: Sequence[Sequence[Taps]]) -> list[Taps]:
-    """The taps of all ranks together, step by step; RuntimeError if two stages ran one module, or ranks that share the
-    experts of one model do not agree on every bit."""
+    """The taps of all ranks together, step by step; RuntimeError if two stages ran one module.
+
+    Ranks that share the experts of one model compute all else alike: where they differ in one bit, there is no answer.
+    """
     together: list[Taps] = [dict(taps) for taps in answers[0]]
     for rank, steps in enumerate(answers[1:], 1):
         for step, taps in zip(together, steps, strict=True):
-            for name in taps.keys() & step.keys():
-                if not split.experts:
+            for name, array in taps.items():
+                if name in step and not split.experts:
                     raise RuntimeError(f"{name} was computed twice, the second time on rank {rank}")
-                if not np.array_equal(bits(taps[name]), bits(step[name])):
-                    raise RuntimeError(f"{name} on rank {rank} is not what it is on rank 0")
-            step.update({name: value for name, value in taps.items() if name not in step})
+                step[name] = agreed(step[name], array) if name in step else array
     return together
 
 
-def bits(array: np.ndarray) -> np.ndarray:
-    return np.ascontiguousarray(array).view(np.uint8)
+def agreed(left: np.ndarray, right: np.ndarray) -> np.ndarray:
+    """What two ranks gave; NaN, or an expert -1, where they do not agree."""
+    same = (left == right) | ((left != left) & (right != right))
+    return left if same.all() else np.where(same, left, np.array(-1 if left.dtype.kind == "i" else np.nan, left.dtype))
 
 
 class SplitPort(MlxPort):
