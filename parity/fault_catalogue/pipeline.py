@@ -165,7 +165,7 @@ def answer(port: Port, checkpoint: Path, dtype: str, steps: Sequence[Step]) -> A
 
 
 def apart(left: Answer, right: Answer) -> float:
-    """How far two answers are from each other: the root mean square over the taps. A tap that one lacks counts whole."""
+    """How far two answers are from each other: the root mean square over all taps; one that is missing counts whole."""
     if isinstance(left, str) or isinstance(right, str):
         return float(left != right)
     values = []

@@ -120,4 +120,5 @@ class RingPort(SplitPort):
         return Capabilities(self.dtypes, RUNS, ())
 
     def open(self, checkpoint: Path, dtype: str) -> RingSession:
+        self.split.check(checkpoint)
         return RingSession(self, Path(checkpoint).resolve(), dtype)

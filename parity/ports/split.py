@@ -22,7 +22,7 @@ from reference.errors import InputError
 
 MOST_RANKS = 64
 RUNS = ("prefill", "decode", "padded")
-FORM = "a number of ranks, cut=LAYER,LAYER…, or experts=RANKS"
+FORM = "a number of ranks, cut=LAYER,LAYER… in order, or experts=RANKS"
 
 
 class Split(NamedTuple):
@@ -42,9 +42,17 @@ class Split(NamedTuple):
             values = ()
         split = cls(len(values) + 1, values) if kind == "cut" else cls(values[0] if values else 0, None, bool(kind))
         known = kind in ("", "cut", "experts") and values and (kind == "cut" or len(values) == 1)
-        if not known or not 1 <= split.ranks <= MOST_RANKS or min(values) < 0:
+        if not known or not 1 <= split.ranks <= MOST_RANKS or min(values) < 0 or list(values) != sorted(values):
             raise InputError("--port", "split", f"{FORM}, at most {MOST_RANKS} ranks", text, "correct it")
         return split
+
+    def check(self, checkpoint: Path) -> None:
+        """Raise Unsupported where a checkpoint has too few layers or experts to be split so."""
+        text = K3Config.from_file(checkpoint).text_config
+        if self.cuts and self.cuts[-1] > text.num_hidden_layers:
+            raise Unsupported(f"{text.num_hidden_layers} layers cannot be cut before layer {self.cuts[-1]}")
+        if self.experts and self.ranks > text.num_experts:
+            raise Unsupported(f"{text.num_experts} experts cannot be shared out to {self.ranks} ranks")
 
     def __str__(self) -> str:
         if self.cuts is not None:
@@ -145,4 +153,5 @@ class SplitPort(MlxPort):
         raise Unsupported(function)
 
     def open(self, checkpoint: Path, dtype: str) -> SplitSession:
+        self.split.check(checkpoint)
         return SplitSession(self.split, checkpoint, dtype)

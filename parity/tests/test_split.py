@@ -12,14 +12,18 @@ from fixtures.build import cached
 from fixtures.catalogue import entry
 from parity.checks import Plan
 from parity.checks.plan import case_named
+from parity.exits import EXIT_NOTHING
 from parity.metrics import relative_rms
 from parity.ports import load_port
 from parity.ports.loopback import Ranks, Stopped
 from parity.ports.ring import Request, answers
 from parity.ports.split import RankSession, Split, SplitSession, merged
-from parity.protocol import Step, Taps
+from parity.protocol import Step, Taps, Unsupported
 from parity.routing import MARGIN
 from parity.runner import run_checks
+from parity.tests.tampering import Folder, converted
+from port.expert_split import load_share
+from port.pipeline import load_stage
 from reference.errors import InputError
 from reference.shards import Shards
 
@@ -126,16 +130,34 @@ def test_an_expert_is_read_by_one_rank_and_all_else_by_every_rank(monkeypatch):
     )
 
 
-@pytest.mark.parametrize("text", ["", "0", "x", "cut=", "cut=3,x", "experts=2,3", "shards=2", "-1", "cut=-1", "9999"])
+@pytest.mark.parametrize(
+    "text", ["", "0", "x", "cut=", "cut=3,x", "experts=2,3", "shards=2", "-1", "cut=-1", "cut=9,8", "9999"]
+)
 def test_a_split_that_cannot_be_is_refused(text: str):
     with pytest.raises(InputError, match="--port: split"):
         load_port(f"pipeline:{text}")
 
 
-def test_what_only_the_checkpoint_can_tell_is_refused_when_it_is_opened():
-    for text, words in (("cut=3,26", "0 to 25"), ("experts=5", "at most 4"), ("cut=9,8", "ascending")):
-        with pytest.raises(InputError, match=words):
-            load_port(f"pipeline:{text}").open(cached(entry("long")), "float32")
+@pytest.mark.parametrize("text", ["cut=3,26", "experts=5"])
+def test_what_a_checkpoint_is_too_small_for_is_unsupported(text: str):
+    with pytest.raises(Unsupported, match="25 layers cannot be cut before layer 26|4 experts cannot be shared"):
+        load_port(f"pipeline:{text}").open(cached(entry("long")), "float32")
+    report = run_checks(Plan(load_port(f"pipeline:{text}"), (case_named("long"),), ("float32",), 0), ["end_to_end"])
+    assert report.exit_code == EXIT_NOTHING
+
+
+def test_what_a_rank_cannot_load_is_one_line(tmp_path):
+    """The port's own loaders, by themselves."""
+    [end] = Ranks(1).ends
+    folder = cached(entry("mini"))
+    with pytest.raises(InputError, match="cuts: number: expected 0 for 1 ranks, found 1"):
+        load_stage(folder, "float32", end, [2])
+    for load in (load_stage, load_share):
+        with pytest.raises(InputError, match="dtype: expected float32 or bfloat16"):
+            load(folder, "float64", end)
+    converted(tmp_path / "out", "mxfp4")
+    with pytest.raises(InputError, match="expected a checkpoint in the released format"):
+        load_stage(tmp_path / "out", "float32", end)
     with pytest.raises(InputError, match="at least 2 ranks"):
         load_port("ring:1")
 
@@ -200,6 +222,16 @@ def test_processes_that_share_experts(ranks: int):
 def test_a_process_that_fails_is_heard():
     with pytest.raises(RuntimeError, match="rank .: InputError: .*token id"):
         run("ring:2", "mini", [Step(input_ids=np.array([[10**6]]))])
+
+
+@pytest.mark.slow
+def test_a_rank_that_fails_alone_ends_the_others(tmp_path):
+    """A tensor of the first rank's holds a NaN; the second one waits for a state that never comes."""
+    folder = Folder(cached(entry("mini")), tmp_path / "bad")
+    folder.array("language_model.model.layers.0.self_attn.dt_bias")[0] = np.nan
+    session = load_port("ring:2").open(folder.path, "float32")
+    with pytest.raises(RuntimeError, match="^rank 0: InputError: .*dt_bias: expected finite numbers"):
+        session.run(steps_for("mini"))
 
 
 def test_a_rank_alone_is_the_whole_port():

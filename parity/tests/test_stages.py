@@ -1,4 +1,4 @@
-"""Which layers and experts each rank has, and what passes between ranks (K3.md §6, §7)."""
+"""Which layers and experts a rank has, and what passes between ranks (K3.md §6, §7)."""
 
 from __future__ import annotations
 
