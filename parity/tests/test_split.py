@@ -93,9 +93,9 @@ def test_padding_is_known_on_every_rank():
     pieces = slice(0, 3), slice(3, 7), slice(7, 8)
     steps = [Step(inputs_embeds=embeddings[:, piece], mask=mask[:, piece]) for piece in pieces]
     for port in ("pipeline:2", "pipeline:experts=2"):
-        found, right = run(port, "mini", steps), whole.run(steps)
-        assert np.isfinite(found[-1]["logits"]).all()
-        assert relative_rms(found[-1]["logits"], right[-1]["logits"]) <= ALLOWED
+        found = run(port, "mini", steps)
+        assert all(np.isfinite(taps["logits"]).all() for taps in found)
+        assert worst(found, whole.run(steps)) <= ALLOWED
 
 
 @pytest.mark.parametrize("port", ["pipeline:2", "pipeline:experts=2"])
