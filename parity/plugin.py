@@ -24,7 +24,8 @@ WORDS = {"pass": "agree", "fail": "disagree", "error": "crashed", "unsupported":
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("k3-parity")
     default = os.environ.get("K3_PARITY_PORT", "mlx")
-    ports = "mlx, reference, mlx_lm, mlx_vlm, transformers, fla, traces:DIR, command:LINE or package.module:ATTRIBUTE"
+    ports = "mlx, reference, mlx_lm, mlx_vlm, transformers, fla, traces:DIR, command:LINE, pipeline:RANKS, ring:RANKS"
+    ports += " or package.module:ATTRIBUTE"
     group.addoption("--port", default=default, help=f"port under test: {ports}; another than mlx runs {SUITE} alone")
     seed = int(os.environ.get("K3_PARITY_SEED", "0"))
     group.addoption("--parity-seed", default=seed, type=int, help="seed of weights and inputs")

@@ -14,7 +14,12 @@ if TYPE_CHECKING:
 
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout and nothing else.")]
 PortName = Annotated[
-    str, typer.Option("--port", envvar="K3_PARITY_PORT", help="A name, traces:DIR, command:LINE or module:ATTRIBUTE.")
+    str,
+    typer.Option(
+        "--port",
+        envvar="K3_PARITY_PORT",
+        help="A name, traces:DIR, command:LINE, pipeline:RANKS, ring:RANKS or module:ATTRIBUTE.",
+    ),
 ]
 Seed = Annotated[int, typer.Option("--seed", envvar="K3_PARITY_SEED", min=0, help="Seed of weights and inputs.")]
 Page = Annotated[Path | None, typer.Option("--report", help="Also write the report as one HTML page to this file.")]

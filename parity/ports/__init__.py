@@ -26,8 +26,17 @@ def load_port(name: str) -> Port:
         from parity.ports.command import CommandPort
 
         return CommandPort(rest)
+    if kind == "pipeline" and separator:
+        from parity.ports.split import SplitPort
+
+        return SplitPort(rest)
+    if kind == "ring" and separator:
+        from parity.ports.ring import RingPort
+
+        return RingPort(rest)
     registered = {entry.name: entry for entry in entry_points(group=GROUP)}
-    known = f"one of {', '.join([*NAMES, *registered])}, traces:DIR, command:LINE, or package.module:ATTRIBUTE"
+    others = "traces:DIR, command:LINE, pipeline:N, ring:N, or package.module:ATTRIBUTE"
+    known = f"one of {', '.join([*NAMES, *registered])}, {others}"
     try:
         if name in NAMES:
             port = importlib.import_module(f"parity.ports.{name}").PORT

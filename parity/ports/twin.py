@@ -77,7 +77,7 @@ class TwinSession:
                 given = {name: library.to_array(value) for name, value in (imposed[number] if imposed else {}).items()}
                 if cache is None:
                     batch = (step.input_ids if step.inputs_embeds is None else step.inputs_embeds).shape[0]
-                    cache = self.port.module("cache").new_cache(self.text, batch, self.dtype)
+                    cache = self.new_cache(batch)
                 with recording(Recorder(given)) as recorder:
                     self.model(
                         input_ids=self._array(step.input_ids),
@@ -87,6 +87,9 @@ class TwinSession:
                     )
                     results.append(self._taps(recorder))
         return results
+
+    def new_cache(self, batch: int) -> Any:
+        return self.port.module("cache").new_cache(self.text, batch, self.dtype)
 
     def module(self, call: ModuleCall) -> Taps:
         library = self.port.library
