@@ -33,9 +33,9 @@ def within(module: str, part: str) -> bool:
 
 def differences(question: Asked, left: Any, right: Any, module: str) -> Iterator[tuple[str, float]]:
     """(quantity, distance of ``left`` from ``right``) for each quantity of ``module`` in these two answers."""
-    if isinstance(left, Exception) or isinstance(right, Exception):
+    if isinstance(left, BaseException) or isinstance(right, BaseException):
         if concerns(question, module):
-            yield question.method, 0.0 if isinstance(left, Exception) and isinstance(right, Exception) else FARTHEST
+            yield question.method, 0.0 if isinstance(left, BaseException) and isinstance(right, BaseException) else FARTHEST
     elif question.method == "call":
         case = function_case(question.arguments[0])
         if case is not None and within(module, case.module):
@@ -51,7 +51,7 @@ def differences(question: Asked, left: Any, right: Any, module: str) -> Iterator
         yield from plain_differences(question.method, left, right)
 
 
-OWN_MODULE = {"picture": "image_processor", "chat": "chat", "tensor_names": ""}
+OWN_MODULE = {"picture": "image_processor", "chat": "chat", "tokenize": "tokenizer", "tensor_names": ""}
 """The module that each of these questions is about; names of tensors may be about any."""
 
 
@@ -86,6 +86,8 @@ def plain_differences(method: str, left: Any, right: Any) -> Iterator[tuple[str,
                 yield name, float(left[name] != right[name])
     elif isinstance(left, set):
         yield method, len(left ^ right) / max(1, len(left | right))
+    elif method == "tokenize":
+        yield method, float(list(left) != list(right))
     else:
         yield method, float([tuple(item) for item in left] != [tuple(item) for item in right])
 

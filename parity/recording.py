@@ -14,7 +14,7 @@ from parity.tracing import trace_port
 
 TRACE = "trace"
 """A whole trace as one question: checkpoint, inputs, dtype and imposed routing are its arguments."""
-STATELESS = ("call", "picture", "chat", "tensor_names")
+STATELESS = ("call", "picture", "chat", "tokenize", "tensor_names")
 """What a port is asked directly; everything else is asked of a session."""
 
 
@@ -32,7 +32,9 @@ def answer_of(question: Callable[[], Any]) -> Any:
     """The answer, or the exception that stands for it."""
     try:
         return question()
-    except Exception as error:  # a port may fail in any way; that is its answer
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # a port may fail in any way, a panic of Rust is no Exception; that is its answer
         return error
 
 
@@ -50,7 +52,7 @@ class Recording:
 
     def open(self, checkpoint: Path, dtype: str) -> RecordedSession:
         session = answer_of(lambda: self.inner.open(checkpoint, dtype))
-        if isinstance(session, Exception):
+        if isinstance(session, BaseException):
             self.asked.append(Asked((checkpoint, dtype), "open", (), session))
             raise session
         return RecordedSession(self, session, (checkpoint, dtype))
@@ -60,7 +62,7 @@ class Recording:
             answer = answer_of(lambda: function(*arguments))
             if not isinstance(answer, Unsupported):
                 self.asked.append(Asked(session, method, arguments, answer))
-            if isinstance(answer, Exception):
+            if isinstance(answer, BaseException):
                 raise answer
             return answer
 
@@ -89,7 +91,7 @@ def asked_again(port: Port, questions: Sequence[Asked]) -> Iterator[Any]:
             if question.session not in sessions:
                 sessions[question.session] = answer_of(lambda key=question.session: port.open(*key))
             target = sessions[question.session]
-        if isinstance(target, Exception) or question.method == "open":
+        if isinstance(target, BaseException) or question.method == "open":
             yield target
             continue
         yield answer_of(lambda target=target, question=question: getattr(target, question.method)(*question.arguments))

@@ -17,10 +17,20 @@ def reference_port() -> Port:
     return PORT
 
 
-@lru_cache(maxsize=24)
-def reference_session(checkpoint: Path, dtype: str) -> Session:
+NOISES = ("noise", "other_noise")
+"""The reference's sides in the port's dtype: two right programs whose rounding is drawn independently."""
+OTHER_FORMS = {"kda": "recurrent", "mla": "absorbed"}
+"""Equal ways to compute; unasked, the reference takes the chunked and the plain form."""
+
+
+@lru_cache(maxsize=32)
+def reference_session(checkpoint: Path, dtype: str, other_forms: bool = False) -> Session:
     """The reference on one checkpoint; no port takes part in it, so a process opens it once."""
-    return reference_port().open(checkpoint, dtype)
+    session = reference_port().open(checkpoint, dtype)
+    if other_forms:
+        for module, form in OTHER_FORMS.items():
+            session.use_form(module, form)
+    return session
 
 
 class Sides:
@@ -38,6 +48,11 @@ class Sides:
     @property
     def noise(self) -> Session:
         return reference_session(self.checkpoint, self.dtype)
+
+    @property
+    def other_noise(self) -> Session:
+        """The reference in its other forms: rounding grows along a pass, and one draw of it may be a lucky one."""
+        return reference_session(self.checkpoint, self.dtype, other_forms=True)
 
     @property
     def port(self) -> Session:
@@ -64,7 +79,7 @@ class Sides:
         return (lambda: self.port), (lambda: self.noise)
 
     def row_alone(self, side: str, ids: np.ndarray) -> Taps:
-        """The taps of one unpadded pass over ids [1, T] on the reference's side "truth" or "noise", computed once."""
+        """The taps of one unpadded pass over ids [1, T] on the side "truth" or one of NOISES of the reference, computed once."""
         key = (side, ids.tobytes())
         if key not in self._alone:
             self._alone[key] = getattr(self, side).run([Step(input_ids=ids)])[0]

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import base64
 import itertools
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from fixtures import tokenizer_files
 from parity.protocol import Segments
@@ -44,6 +46,20 @@ SEGMENTS: dict[str, Segments] = {
 SURROGATE = "a\ud800b"
 SEEN = 1000
 """Characters of a text whose pairs are tokens: the long ones repeat themselves."""
+
+
+@cache
+def _lasting() -> TemporaryDirectory:
+    """Deleted when the process ends."""
+    return TemporaryDirectory(prefix="k3-parity-corpus-")
+
+
+@cache
+def corpus_folder() -> Path:
+    """The files of ``write_files``, written once per process: a question about them can be asked again."""
+    folder = Path(_lasting().name)
+    write_files(folder)
+    return folder
 
 
 def write_files(folder: Path) -> None:
