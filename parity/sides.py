@@ -27,9 +27,13 @@ OTHER_FORMS = {"kda": "recurrent", "mla": "absorbed"}
 def reference_session(checkpoint: Path, dtype: str, other_forms: bool = False) -> Session:
     """The reference on one checkpoint; no port takes part in it, so a process opens it once."""
     session = reference_port().open(checkpoint, dtype)
-    if other_forms:
-        for module, form in OTHER_FORMS.items():
-            session.use_form(module, form)
+    return in_other_forms(session) if other_forms else session
+
+
+def in_other_forms(session: Session) -> Session:
+    """The same session, from now on computing in OTHER_FORMS."""
+    for module, form in OTHER_FORMS.items():
+        session.use_form(module, form)
     return session
 
 

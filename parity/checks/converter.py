@@ -27,7 +27,7 @@ from parity.metrics import relative_rms
 from parity.protocol import Port, Step
 from parity.quantities import Quantity
 from parity.requantization import BANDS, expert_error
-from parity.sides import Sides
+from parity.sides import Sides, in_other_forms
 from parity.tolerance import GOLDEN_CHAINED_FLOAT32
 from reference.mxfp4 import unpack
 from reference.shards import Shards
@@ -47,6 +47,7 @@ class ConvertedSides(Sides):
     def __init__(self, port, checkpoint: Path, dtype: str) -> None:
         super().__init__(port, checkpoint, dtype)
         self._sessions = {name: reference_session(checkpoint, name) for name in ("float64", dtype)}
+        self._other = in_other_forms(reference_session(checkpoint, dtype))
 
     @property
     def truth(self):
@@ -55,6 +56,10 @@ class ConvertedSides(Sides):
     @property
     def noise(self):
         return self._sessions[self.dtype]
+
+    @property
+    def other_noise(self):
+        return self._other
 
 
 def run(plan: Plan) -> Iterator[Finding]:
