@@ -75,17 +75,13 @@ class Batch:
         return joined
 
 
-def rows_alone(sides: Sides, side: str, batch: Batch, imposed: Taps | None = None) -> Taps:
+def rows_alone(sides: Sides, side: str, batch: Batch, imposed: bool = False) -> Taps:
     """Each row's real tokens in one pass of the reference's ``side`` ("truth" or one of NOISES), put back at their
-    places in the padded layout (zeros elsewhere)."""
+    places in the padded layout (zeros elsewhere); ``imposed``: with the truth's choice of experts."""
     layout: Taps = {}
     for row, real in enumerate(batch.mask):
         alone = Batch(batch.ids[row : row + 1, real], None, [int(real.sum())])
-        if imposed is None:
-            taps = sides.row_alone(side, alone.ids)
-        else:
-            own = {name: array[row, real] for name, array in imposed.items()}
-            taps = getattr(sides, side).run(alone.steps(None), [own])[0]
+        taps = sides.row_alone(side, alone.ids, imposed)
         for name, array in alone.join([taps]).items():
             if name.endswith(PER_SEQUENCE):
                 layout.setdefault(name, np.zeros((len(batch.mask), *array.shape[1:]), array.dtype))[row] = array[0]
@@ -116,7 +112,7 @@ def chained_findings(place: Place, sides: Sides, text: TextConfig, batch: Batch)
         pieces = [
             dict(zip(routing, parts, strict=True)) for parts in zip(*map(batch.split, routing.values()), strict=True)
         ]
-        noises = [rows_alone(sides, side, batch, routing) for side in NOISES]
+        noises = [rows_alone(sides, side, batch, imposed=True) for side in NOISES]
         choices = dict(_choices(batch, truth, noises[0], found, routers))
         if not same[0]:
             imposed = lambda: batch.join(sides.port.run(steps, pieces))  # noqa: E731

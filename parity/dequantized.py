@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import ml_dtypes
 import numpy as np
 
+from reference.config import K3Config
 from reference.mxfp4 import unpack
 
 if TYPE_CHECKING:
@@ -47,13 +48,13 @@ class Folder:
 
     def __init__(self, folder: Path) -> None:
         index = json.loads((folder / "model.safetensors.index.json").read_text())
-        self._places: dict[str, tuple[Path, int, dict]] = {}
+        self._places: dict[str, tuple[np.ndarray, dict]] = {}
         for name in sorted(set(index["weight_map"].values())):
-            with (folder / name).open("rb") as file:
-                length = int.from_bytes(file.read(8), "little")
-                header = json.loads(file.read(length))
+            shard = np.asarray(np.memmap(folder / name, np.uint8, "r"))
+            length = int.from_bytes(shard[:8].tobytes(), "little")
+            header = json.loads(shard[8 : 8 + length].tobytes())
             tensors = {key: entry for key, entry in header.items() if key != "__metadata__"}
-            self._places |= {key: (folder / name, 8 + length, entry) for key, entry in tensors.items()}
+            self._places |= {key: (shard[8 + length :], entry) for key, entry in tensors.items()}
 
     def __contains__(self, name: str) -> bool:
         return name in self._places
@@ -63,10 +64,9 @@ class Folder:
 
     def array(self, name: str) -> np.ndarray:
         """As stored, memory-mapped."""
-        file, start, entry = self._places[name]
+        data, entry = self._places[name]
         begin, end = entry["data_offsets"]
-        data = np.memmap(file, np.uint8, "r", start + begin, (end - begin,))
-        return np.asarray(data).view(STORED[entry["dtype"]]).reshape(entry["shape"])
+        return data[begin:end].view(STORED[entry["dtype"]]).reshape(entry["shape"])
 
     def matrix(self, module: str, expert: int | None = None) -> np.ndarray:
         """The weights of a module, float64 [..., out, in]; of one expert where it is a stack."""
@@ -110,21 +110,31 @@ class Folder:
         return self.array(name).astype(np.float64)
 
 
-def reference_session(folder: Path, dtype: str) -> TwinSession:
-    """The reference with a converted folder's weights; ``dtype`` "float64" or "float32"."""
-    import torch
+class Dequantized:
+    """The reference with a converted folder's weights, read once for any number of sessions."""
 
-    from parity.ports.reference import PORT
-    from parity.ports.twin import TwinSession
-    from reference.config import K3Config
-    from reference.model import K3Model
+    def __init__(self, folder: Path) -> None:
+        import torch
 
-    config, tensors = K3Config.from_file(folder), Folder(folder)
-    with torch.device("meta"):
-        model = K3Model(config, "dense")
-    kind = {"float64": torch.float64, "float32": torch.float32}[dtype]
-    state: Mapping[str, torch.Tensor] = {
-        name: torch.from_numpy(tensors.source_matrix(name)).to(kind) for name in model.state_dict()
-    }
-    model.load_state_dict(state, strict=True, assign=True)
-    return TwinSession(PORT, model.eval(), config, dtype)
+        self.config = K3Config.from_file(folder)
+        tensors, names = Folder(folder), self._empty_model().state_dict()
+        self.weights = {name: torch.from_numpy(tensors.source_matrix(name)) for name in names}
+
+    def session(self, dtype: str) -> TwinSession:
+        """In ``dtype`` "float64" or "float32"."""
+        import torch
+
+        from parity.ports.reference import PORT
+        from parity.ports.twin import TwinSession
+
+        kind, model = {"float64": torch.float64, "float32": torch.float32}[dtype], self._empty_model()
+        model.load_state_dict({name: tensor.to(kind) for name, tensor in self.weights.items()}, strict=True, assign=True)
+        return TwinSession(PORT, model.eval(), self.config, dtype)
+
+    def _empty_model(self):
+        import torch
+
+        from reference.model import K3Model
+
+        with torch.device("meta"):
+            return K3Model(self.config, "dense")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from parity.cases import CASES
 from parity.fault_catalogue import FAULTS
-from parity.limits import FaultSide, NoiseSide, stored
+from parity.limits import EXACT, FaultSide, NoiseSide, stored
 from parity.quantities import DENSE, KDA, LAYER_TAPS, MLA, MOE, TEXT_MODEL, TOP_TAPS, VISION_TAPS, Quantity, layer_of
 from parity.tolerance import FLOOR, ISOLATED
 from reference.errors import InputError
@@ -78,5 +78,5 @@ def noise_line(dtype: str, side: NoiseSide) -> str:
 def fault_line(dtype: str, side: FaultSide) -> str:
     if not side.weakest:
         return f"{dtype}, known faults: none is seen"
-    times = "something exact is wrong" if side.times > 1e90 else f"{side.times:.2g} times the limit"
+    times = "something exact is wrong" if side.times >= EXACT else f"{side.times:.2g} times the limit"
     return f"{dtype}, known faults: {side.faults} seen, the weakest {side.weakest}, {times} ({side.at})"

@@ -21,6 +21,8 @@ CHECKED = ("modules", "layers", "vision", "multimodal")
 CASES = ("mini", "groups", "wide-values", "kimi-linear", "vision-heads")
 DTYPES = ("float32", "bfloat16")
 SEEDS = (0, 1, 2, 3, 4)
+EXACT = 1e99
+"""How many times over its limit a fault counts at which something exact is wrong."""
 BEYOND = 3.0
 """A known fault must exceed its limit at least so many times in float32, in the regime made for it."""
 
@@ -83,12 +85,15 @@ def right_findings(seed: int, cases: Iterable[str], dtypes: tuple[str, ...]) -> 
 
 
 def noise_side(findings: Iterable[Finding]) -> dict[str, dict[str, NoiseSide]]:
+    """By module and dtype, from modules on the reference's own input; from whole passes where only these show one."""
+    measured = [f for f in findings if None not in (f.error, f.allowed, f.noise)]
+    alone = {finding.module for finding in measured if finding.isolated}
     sides: dict[str, dict[str, NoiseSide]] = {}
-    for finding in findings:
-        if finding.error is None or not finding.allowed or finding.noise is None or not finding.isolated:
+    for finding in measured:
+        if finding.module in alone and not finding.isolated:
             continue
         of_module = sides.setdefault(finding.module, {})
-        share = finding.error / finding.allowed
+        share = share_used(finding)
         known = of_module.get(finding.dtype)
         if known is None or share > known.share:
             at = f"{finding.case} {finding.regime} {finding.tap.rpartition('.')[2]} seed {finding.seed}"
@@ -97,14 +102,21 @@ def noise_side(findings: Iterable[Finding]) -> dict[str, dict[str, NoiseSide]]:
     return sides
 
 
+def share_used(finding: Finding) -> float:
+    """The share of its limit that an error takes; an exact quantity has no room, and is right or is not."""
+    if finding.allowed:
+        return finding.error / finding.allowed
+    return 0.0 if finding.error == 0.0 else EXACT
+
+
 def fault_side(kills: Iterable[Kill]) -> dict[str, dict[str, FaultSide]]:
     sides: dict[str, dict[str, FaultSide]] = {}
     for kill in kills:
         of_module = sides.setdefault(kill.module, {})
-        known = of_module.get(kill.dtype, FaultSide(faults=0, weakest="", times=float("inf"), at=""))
+        known = of_module.get(kill.dtype, FaultSide(faults=0, weakest="", times=EXACT, at=""))
         counted = known.model_copy(update={"faults": known.faults + (kill.status == "caught")})
         if kill.status == "caught" and (kill.times < known.times or not known.weakest):
             at = f"{kill.check} {kill.regime} {kill.tap.rpartition('.')[2]}"
-            counted = counted.model_copy(update={"weakest": kill.fault, "times": min(kill.times, 1e99), "at": at})
+            counted = counted.model_copy(update={"weakest": kill.fault, "times": min(kill.times, EXACT), "at": at})
         of_module[kill.dtype] = counted
     return sides

@@ -39,13 +39,16 @@ def run_checks(
     checks: Iterable[str],
     regime: str | None = None,
     progress: Callable[[str], None] = lambda text: None,
+    found: Iterable[Iterable[Finding]] | None = None,
 ) -> Report:
-    """Run the named checks and collect every finding; ``regime`` keeps only one regime's."""
+    """Run the named checks and collect every finding; ``regime`` keeps only one regime's.
+
+    ``found`` are the findings of each check where others run them (``parity.parallel``).
+    """
     started, findings, regimes = time.monotonic(), [], set()
     baselines = Baselines(plan.port)
-    for name in checks:
-        progress(name)
-        for finding in _own_data_is_good(plan, name):
+    for of_check in found or in_this_process(plan, checks, progress):
+        for finding in of_check:
             regimes.add(finding.regime)
             if regime is None or finding.regime == regime:
                 command = repeat_command(plan, finding)
@@ -62,7 +65,16 @@ def run_checks(
     )
 
 
-def _own_data_is_good(plan: Plan, check: str) -> Iterator[Finding]:
+def in_this_process(
+    plan: Plan, checks: Iterable[str], progress: Callable[[str], None]
+) -> Iterator[Iterator[Finding]]:
+    """Each check's findings, one check after another."""
+    for name in checks:
+        progress(name)
+        yield own_data_is_good(plan, name)
+
+
+def own_data_is_good(plan: Plan, check: str) -> Iterator[Finding]:
     """The findings of a check; where the reference itself refuses this project's own data, that is a disagreement.
 
     Only a golden folder that the user gave can be bad input.

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from parity.protocol import Port, Session, Step, Taps, Unsupported
+from parity.routing import router_taps
 
 
 def reference_port() -> Port:
@@ -43,7 +44,7 @@ class Sides:
     def __init__(self, port: Port, checkpoint: Path, dtype: str) -> None:
         self.port_under_test, self.checkpoint, self.dtype = port, checkpoint, dtype
         self._port: Session | Exception | None = None
-        self._alone: dict[tuple[str, bytes], Taps] = {}
+        self._alone: dict[tuple[str, bytes, bool], Taps] = {}
 
     @property
     def truth(self) -> Session:
@@ -82,9 +83,12 @@ class Sides:
         """The port and the reference in the same dtype, opened when called: what is measured against the truth."""
         return (lambda: self.port), (lambda: self.noise)
 
-    def row_alone(self, side: str, ids: np.ndarray) -> Taps:
-        """The taps of one unpadded pass over ids [1, T] on the side "truth" or one of NOISES of the reference, computed once."""
-        key = (side, ids.tobytes())
+    def row_alone(self, side: str, ids: np.ndarray, imposed: bool = False) -> Taps:
+        """The taps of one unpadded pass over ids [1, T] on the side "truth" or one of NOISES of the reference, computed
+        once; ``imposed``: with the truth's choice of experts."""
+        key = (side, ids.tobytes(), imposed)
         if key not in self._alone:
-            self._alone[key] = getattr(self, side).run([Step(input_ids=ids)])[0]
+            truth = self.row_alone("truth", ids) if imposed else {}
+            routing = [{name: truth[name] for name in router_taps(truth)}]
+            self._alone[key] = getattr(self, side).run([Step(input_ids=ids)], routing if imposed else None)[0]
         return self._alone[key]

@@ -14,3 +14,7 @@ class InputError(ValueError):
         self.where, self.subject, self.expected, self.found, self.mend = str(where), subject, expected, found, mend
         message = f"{where}: {subject}: expected {expected}, found {found}; {mend}"
         super().__init__(" ".join(message.split()))
+
+    def __reduce__(self):
+        """An exception is pickled by its message alone, and would not come back from another process."""
+        return InputError, (self.where, self.subject, self.expected, self.found, self.mend)

@@ -21,7 +21,7 @@ from fixtures.widened import widened
 from parity.chained import Batch, chained_findings
 from parity.checks.plan import BATCH, TOKENS, Plan
 from parity.compare import Place
-from parity.dequantized import STACKS, Folder, reference_session
+from parity.dequantized import STACKS, Dequantized, Folder
 from parity.findings import Finding
 from parity.metrics import relative_rms
 from parity.protocol import Port, Step
@@ -46,16 +46,17 @@ class ConvertedSides(Sides):
 
     def __init__(self, port, checkpoint: Path, dtype: str) -> None:
         super().__init__(port, checkpoint, dtype)
-        self._sessions = {name: reference_session(checkpoint, name) for name in ("float64", dtype)}
-        self._other = in_other_forms(reference_session(checkpoint, dtype))
+        dequantized = Dequantized(checkpoint)
+        self._truth, self._noise = dequantized.session("float64"), dequantized.session(dtype)
+        self._other = in_other_forms(dequantized.session(dtype))
 
     @property
     def truth(self):
-        return self._sessions["float64"]
+        return self._truth
 
     @property
     def noise(self):
-        return self._sessions[self.dtype]
+        return self._noise
 
     @property
     def other_noise(self):

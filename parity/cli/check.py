@@ -47,6 +47,12 @@ def check(
     lend_blas: width.LendBlas = width.LENT,
     threads: width.Threads = 2,
     seed: Seed = 0,
+    workers: Annotated[
+        int | None,
+        typer.Option(
+            "--workers", envvar="K3_PARITY_WORKERS", min=1, help="Processes; the cores for mlx, else 1. Same results."
+        ),
+    ] = None,
     diagnose: Annotated[
         bool, typer.Option("--diagnose/--no-diagnose", help="Say which known fault a wrong module looks like.")
     ] = True,
@@ -60,11 +66,15 @@ def check(
     if layers is not None or checkpoint is not None:
         streamed = (tokens, decode, truth_layers, checkpoint, state, resume, lend_blas, threads, seed, as_json)
         width.text(layers or "all", one_streamed(port, case, dtype), *streamed)
+    from parity.parallel import in_workers, jobs_of, workers_for
     from parity.runner import run_checks
 
     wanted_page(page)
     plan, chosen = planned(port, case, dtype, checks, part, golden, seed)
-    report = run_checks(plan, chosen, regime, progress)
+    processes = workers or workers_for(port)
+    several = processes > 1 and len(jobs_of(port, plan, chosen)) > 1
+    found = in_workers(port, plan, chosen, processes, progress) if several else None
+    report = run_checks(plan, chosen, regime, progress, found)
     finish(diagnosed(plan, report) if diagnose else report, as_json, page)
 
 

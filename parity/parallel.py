@@ -1,0 +1,99 @@
+"""The checks over several processes: the same findings in the same order, whatever the number of workers.
+
+A unit of work is one check, or one check on one case; a worker takes a case's units together, so that each checkpoint
+is opened in one process only.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import replace
+from multiprocessing import get_context
+from pathlib import Path
+from typing import NamedTuple
+
+from parity.checks import CHECKS
+from parity.checks.plan import Plan, case_named
+from parity.findings import Finding
+from parity.ports import load_port
+
+BY_CASE = ("layers", "end_to_end", "decode", "padding", "converter")
+"""Checks that treat their cases one by one; the others are asked once, about all of them."""
+OWN_PORTS = ("mlx", "reference")
+"""Ports that are known to be small and to mind no second copy of themselves."""
+MOST = 4
+
+
+class Job(NamedTuple):
+    """Some checks of one plan, in a form that travels: the port by its name, the cases by theirs."""
+
+    port: str
+    checks: tuple[str, ...]
+    cases: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    seed: int
+    golden: Path | None
+
+
+def workers_for(port: str) -> int:
+    """How many processes a run takes unless told otherwise: the cores for the twins, one for a port of the user's."""
+    return min(MOST, os.cpu_count() or 1) if port in OWN_PORTS else 1
+
+
+def jobs_of(port: str, plan: Plan, checks: Sequence[str]) -> list[Job]:
+    """Each case's checks together, the rest one by one."""
+    names = tuple(case.name for case in plan.cases)
+    whole = Job(port, (), names, plan.dtypes, plan.seed, plan.golden)
+    by_case = tuple(name for name in checks if name in BY_CASE)
+    alone = [whole._replace(checks=(name,)) for name in checks if name not in by_case]
+    return alone + [whole._replace(checks=by_case, cases=(name,)) for name in names if by_case]
+
+
+def work(job: Job) -> dict[str, list[Finding]]:
+    """The findings of each of the job's checks."""
+    from parity.runner import own_data_is_good
+
+    cases = tuple(case_named(name, job.seed) for name in job.cases)
+    plan = Plan(load_port(job.port), cases, job.dtypes, job.seed, job.golden)
+    return {name: list(own_data_is_good(plan, name)) for name in job.checks}
+
+
+def prepare() -> None:
+    """One thread a worker: the processes are the threads."""
+    import torch
+
+    torch.set_num_threads(1)
+
+
+def in_workers(
+    port: str, plan: Plan, checks: Sequence[str], workers: int, progress: Callable[[str], None]
+) -> Iterator[list[Finding]]:
+    """The findings of each check, in the order of ``checks``; within a check in the order of the plan's cases."""
+    jobs = jobs_of(port, plan, checks)
+    for case in plan.cases:
+        _ = case.checkpoint  # built here, so that no two workers build it
+    with ProcessPoolExecutor(workers, get_context("spawn"), prepare) as pool:
+        running = {pool.submit(work, job): index for index, job in enumerate(jobs)}
+        done: dict[int, dict[str, list[Finding]]] = {}
+        for future in as_completed(running):
+            job = jobs[running[future]]
+            done[running[future]] = future.result()
+            progress(" ".join(job.checks) if job.checks[0] not in BY_CASE else f"{job.cases[0]}: {' '.join(job.checks)}")
+    for check in checks:
+        yield joined([done[index][check] for index in sorted(done) if check in done[index]])
+
+
+def joined(parts: Sequence[list[Finding]]) -> list[Finding]:
+    """One check's findings over its units. What it says of no case in particular comes with every unit; the first
+    stays."""
+    kept: list[Finding] = []
+    for part in parts:
+        known = {about(finding) for finding in kept}
+        kept += [finding for finding in part if about(finding) not in known]
+    return kept
+
+
+def about(finding: Finding) -> tuple:
+    return finding.case, finding.dtype, finding.regime, finding.module, finding.tap, finding.seed
