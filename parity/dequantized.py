@@ -128,7 +128,9 @@ class Dequantized:
         from parity.ports.twin import TwinSession
 
         kind, model = {"float64": torch.float64, "float32": torch.float32}[dtype], self._empty_model()
-        model.load_state_dict({name: tensor.to(kind) for name, tensor in self.weights.items()}, strict=True, assign=True)
+        model.load_state_dict(
+            {name: tensor.to(kind) for name, tensor in self.weights.items()}, strict=True, assign=True
+        )
         return TwinSession(PORT, model.eval(), self.config, dtype)
 
     def _empty_model(self):

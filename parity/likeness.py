@@ -35,7 +35,10 @@ def differences(question: Asked, left: Any, right: Any, module: str) -> Iterator
     """(quantity, distance of ``left`` from ``right``) for each quantity of ``module`` in these two answers."""
     if isinstance(left, BaseException) or isinstance(right, BaseException):
         if concerns(question, module):
-            yield question.method, 0.0 if isinstance(left, BaseException) and isinstance(right, BaseException) else FARTHEST
+            yield (
+                question.method,
+                0.0 if isinstance(left, BaseException) and isinstance(right, BaseException) else FARTHEST,
+            )
     elif question.method == "call":
         case = function_case(question.arguments[0])
         if case is not None and within(module, case.module):

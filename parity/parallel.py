@@ -9,12 +9,10 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import NamedTuple
 
-from parity.checks import CHECKS
 from parity.checks.plan import Plan, case_named
 from parity.findings import Finding
 from parity.ports import load_port
@@ -43,12 +41,12 @@ def workers_for(port: str) -> int:
 
 
 def jobs_of(port: str, plan: Plan, checks: Sequence[str]) -> list[Job]:
-    """Each case's checks together, the rest one by one."""
+    """Each case's checks together, then the rest one by one: the short ones last, so that the workers end together."""
     names = tuple(case.name for case in plan.cases)
     whole = Job(port, (), names, plan.dtypes, plan.seed, plan.golden)
     by_case = tuple(name for name in checks if name in BY_CASE)
     alone = [whole._replace(checks=(name,)) for name in checks if name not in by_case]
-    return alone + [whole._replace(checks=by_case, cases=(name,)) for name in names if by_case]
+    return [whole._replace(checks=by_case, cases=(name,)) for name in names if by_case] + alone
 
 
 def work(job: Job) -> dict[str, list[Finding]]:
@@ -80,7 +78,9 @@ def in_workers(
         for future in as_completed(running):
             job = jobs[running[future]]
             done[running[future]] = future.result()
-            progress(" ".join(job.checks) if job.checks[0] not in BY_CASE else f"{job.cases[0]}: {' '.join(job.checks)}")
+            progress(
+                " ".join(job.checks) if job.checks[0] not in BY_CASE else f"{job.cases[0]}: {' '.join(job.checks)}"
+            )
     for check in checks:
         yield joined([done[index][check] for index in sorted(done) if check in done[index]])
 

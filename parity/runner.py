@@ -65,9 +65,7 @@ def run_checks(
     )
 
 
-def in_this_process(
-    plan: Plan, checks: Iterable[str], progress: Callable[[str], None]
-) -> Iterator[Iterator[Finding]]:
+def in_this_process(plan: Plan, checks: Iterable[str], progress: Callable[[str], None]) -> Iterator[Iterator[Finding]]:
     """Each check's findings, one check after another."""
     for name in checks:
         progress(name)

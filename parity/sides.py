@@ -20,20 +20,19 @@ def reference_port() -> Port:
 
 NOISES = ("noise", "other_noise")
 """The reference's sides in the port's dtype: two right programs whose rounding is drawn independently."""
-OTHER_FORMS = {"kda": "recurrent", "mla": "absorbed"}
-"""Equal ways to compute; unasked, the reference takes the chunked and the plain form."""
+FORMS = {"noise": {"kda": "chunked", "mla": "plain"}, "other_noise": {"kda": "recurrent", "mla": "absorbed"}}
+"""Equal ways to compute, by side; unasked, the reference takes those of "noise"."""
 
 
-@lru_cache(maxsize=32)
-def reference_session(checkpoint: Path, dtype: str, other_forms: bool = False) -> Session:
+@lru_cache(maxsize=24)
+def reference_session(checkpoint: Path, dtype: str) -> Session:
     """The reference on one checkpoint; no port takes part in it, so a process opens it once."""
-    session = reference_port().open(checkpoint, dtype)
-    return in_other_forms(session) if other_forms else session
+    return reference_port().open(checkpoint, dtype)
 
 
-def in_other_forms(session: Session) -> Session:
-    """The same session, from now on computing in OTHER_FORMS."""
-    for module, form in OTHER_FORMS.items():
+def in_forms_of(side: str, session: Session) -> Session:
+    """The same session, from now on computing as ``side`` does."""
+    for module, form in FORMS[side].items():
         session.use_form(module, form)
     return session
 
@@ -52,12 +51,20 @@ class Sides:
 
     @property
     def noise(self) -> Session:
-        return reference_session(self.checkpoint, self.dtype)
+        return in_forms_of("noise", self.in_dtype)
 
     @property
     def other_noise(self) -> Session:
-        """The reference in its other forms: rounding grows along a pass, and one draw of it may be a lucky one."""
-        return reference_session(self.checkpoint, self.dtype, other_forms=True)
+        """The reference in its other forms: rounding grows along a pass, and one draw of it may be a lucky one.
+
+        It is the session of ``noise``: run it before asking for the other one.
+        """
+        return in_forms_of("other_noise", self.in_dtype)
+
+    @property
+    def in_dtype(self) -> Session:
+        """The reference in the port's dtype."""
+        return reference_session(self.checkpoint, self.dtype)
 
     @property
     def port(self) -> Session:

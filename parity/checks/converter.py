@@ -27,7 +27,7 @@ from parity.metrics import relative_rms
 from parity.protocol import Port, Step
 from parity.quantities import Quantity
 from parity.requantization import BANDS, expert_error
-from parity.sides import Sides, in_other_forms
+from parity.sides import Sides
 from parity.tolerance import GOLDEN_CHAINED_FLOAT32
 from reference.mxfp4 import unpack
 from reference.shards import Shards
@@ -47,20 +47,15 @@ class ConvertedSides(Sides):
     def __init__(self, port, checkpoint: Path, dtype: str) -> None:
         super().__init__(port, checkpoint, dtype)
         dequantized = Dequantized(checkpoint)
-        self._truth, self._noise = dequantized.session("float64"), dequantized.session(dtype)
-        self._other = in_other_forms(dequantized.session(dtype))
+        self._truth, self._in_dtype = dequantized.session("float64"), dequantized.session(dtype)
 
     @property
     def truth(self):
         return self._truth
 
     @property
-    def noise(self):
-        return self._noise
-
-    @property
-    def other_noise(self):
-        return self._other
+    def in_dtype(self):
+        return self._in_dtype
 
 
 def run(plan: Plan) -> Iterator[Finding]:
@@ -106,7 +101,7 @@ def round_trip(port: Port, place: Place, entry: Entry, source: Path) -> Iterator
         sides = ConvertedSides(port, folder, DTYPE)
         yield from chained_findings(place, sides, entry.parsed.text_config, Batch(ids, None, [TOKENS]))
         if place.regime == "mxfp4":
-            yield unchanged_finding(port, place, source, folder, ids)
+            yield unchanged_finding(port, sides, place, source, ids)
 
 
 def bytes_finding(place: Place, source: Shards, result: Folder) -> Finding:
@@ -168,9 +163,9 @@ def stored_bytes(name: str, result: Folder) -> np.ndarray | None:
     return result.array(name)
 
 
-def unchanged_finding(port: Port, place: Place, source: Path, folder: Path, ids: np.ndarray) -> Finding:
+def unchanged_finding(port: Port, sides: Sides, place: Place, source: Path, ids: np.ndarray) -> Finding:
     """Tier mxfp4 changes no weight: the port's logits are those of the source read directly."""
-    before, after = (port.open(path, DTYPE).run([Step(input_ids=ids)])[0]["logits"] for path in (source, folder))
+    before, after = (side.run([Step(input_ids=ids)])[0]["logits"] for side in (port.open(source, DTYPE), sides.port))
     error = relative_rms(after, before)
     status = "pass" if error <= GOLDEN_CHAINED_FLOAT32 else "fail"
     fields = {"error": error, "allowed": GOLDEN_CHAINED_FLOAT32, "inputs_agree": True}

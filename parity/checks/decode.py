@@ -9,6 +9,9 @@ from parity.checks.plan import Plan
 from parity.compare import Place
 from parity.findings import Finding
 
+IN_SHORT = ("prefill-then-decode", "chunks-of-3")
+"""The splits that a second dtype runs (``Plan.in_short``)."""
+
 
 def splits(tokens: int) -> dict[str, list[int]]:
     """Prefill then one by one; all one by one; chunked prefill with an odd rest; a last chunk of one token."""
@@ -24,5 +27,7 @@ def run(plan: Plan) -> Iterator[Finding]:
     for case, dtype in plan.each():
         ids = case.tokens()
         for name, pieces in splits(ids.shape[1]).items():
+            if plan.in_short(dtype) and name not in IN_SHORT:
+                continue
             place = Place("decode", case.name, dtype, name, plan.seed, False)
             yield from chained_findings(place, plan.sides(case, dtype), case.text, Batch(ids, None, pieces))

@@ -46,11 +46,16 @@ VARIANTS: dict[str, tuple[str, list[int], float | None]] = {
 }
 """name -> (side of the padding, pieces of the prefill, what stands in padded positions)."""
 
+IN_SHORT = ("right-huge", "left-chunked", "right-then-decode")
+"""The variants that a second dtype runs (``Plan.in_short``)."""
+
 
 def run(plan: Plan) -> Iterator[Finding]:
     for case, dtype in plan.each():
         rows = case.tokens(batch=len(LENGTHS))
         for name, (side, pieces, fill) in VARIANTS.items():
+            if plan.in_short(dtype) and name not in IN_SHORT:
+                continue
             place = Place("padding", case.name, dtype, name, plan.seed, False)
             batch = Batch(placed(rows, mask(side)), mask(side), pieces, fill)
             yield from chained_findings(place, plan.sides(case, dtype), case.text, batch)

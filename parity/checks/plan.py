@@ -71,6 +71,11 @@ class Plan:
             self.opened[key] = Sides(self.port, checkpoint, dtype)
         return self.opened[key]
 
+    def in_short(self, dtype: str) -> bool:
+        """Whether ``dtype`` need not repeat every split and every kind of padding: what is carried from step to step is
+        the same program in bfloat16, and float32, which sees more, runs them all."""
+        return dtype == "bfloat16" and "float32" in self.dtypes
+
     def each(self) -> Iterator[tuple[Case, str]]:
         for case in self.cases:
             for dtype in self.dtypes:

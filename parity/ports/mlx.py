@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 
 import ml_dtypes
@@ -35,6 +36,11 @@ class Mlx(Library):
             return np.array(array.view(mx.uint16)).view(ml_dtypes.bfloat16)
         result = np.array(array)
         return result.astype(np.int64) if np.issubdtype(result.dtype, np.integer) else result
+
+    def compute(self, arrays: Iterable) -> None:
+        import mlx.core as mx
+
+        mx.eval(list(arrays))
 
     def computing(self) -> AbstractContextManager:
         return nullcontext()

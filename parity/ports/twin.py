@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, ClassVar
@@ -58,6 +58,9 @@ class Library:
 
     def computing(self) -> AbstractContextManager:
         raise NotImplementedError
+
+    def compute(self, arrays: Iterable[Any]) -> None:
+        """Compute what is not computed yet, all at once."""
 
     def versions(self) -> dict[str, str]:
         raise NotImplementedError
@@ -167,6 +170,7 @@ class TwinSession:
         return None if value is None else self.port.library.to_array(cast(value, self.dtype))
 
     def _taps(self, recorder: Recorder) -> Taps:
+        self.port.library.compute(recorder.values.values())
         return {golden_name(name): self.port.library.to_numpy(value) for name, value in recorder.values.items()}
 
 
