@@ -33,7 +33,8 @@ def test_two_workers_find_what_one_finds():
     alone = run_checks(plan, SOME)
     spread = run_checks(plan, SOME, found=in_workers("mlx", plan, SOME, 2, told.append))
     assert written(spread) == written(alone) and len(spread.findings) > 500
-    assert sorted(told) == sorted(["coverage", *(f"{case}: {' '.join(SOME[1:])}" for case in ("groups", "kimi-linear"))])
+    of_cases = [f"{case}: {' '.join(SOME[1:])}" for case in ("groups", "kimi-linear")]
+    assert sorted(told) == sorted(["coverage", *of_cases])
 
 
 def test_a_wrong_port_is_wrong_in_workers_too(tmp_path, monkeypatch):
@@ -63,8 +64,9 @@ def test_findings_of_no_case_in_particular_are_kept_once():
             tap="experts", status="pass", isolated=True, note=note,
         )  # fmt: skip
 
-    parts = [[found("experts", "1"), found("mini", "2")], [found("experts", "3"), found("long", "4"), found("long", "5")]]
-    assert [finding.note for finding in joined(parts)] == ["1", "2", "4", "5"]
+    first = [found("experts", "1"), found("mini", "2")]
+    second = [found("experts", "3"), found("long", "4"), found("long", "5")]
+    assert [finding.note for finding in joined([first, second])] == ["1", "2", "4", "5"]
 
 
 def test_a_port_of_the_users_is_not_copied_unasked():
