@@ -18,6 +18,7 @@ from typing import Any
 
 from pydantic_core import from_json
 
+from port.executors import executor, run_all
 from reference.checkpoint import (
     ExpertFormat,
     TensorSpec,
@@ -141,30 +142,44 @@ def _shard_name_problems(weight_map: dict[str, str]) -> Iterator[tuple[str, str,
         )
 
 
-def folder_coverage(config: K3Config, folder: Path) -> Coverage:
-    """Index and shard headers of a folder against the schema; tensor data is never read."""
+def folder_coverage(config: K3Config, folder: Path, workers: int = 1, scheduler: str | None = None) -> Coverage:
+    """Index and shard headers of a folder against the schema; tensor data is never read.
+
+    The headers are read by ``workers`` processes, or by the workers of a dask ``scheduler``; the result is the same.
+    """
     index_file = folder / "model.safetensors.index.json"
     index = load_index(index_file)
     result = index_coverage(config, index, folder / "config.json")
     specs = {spec.name: spec for spec in tensor_specs(config, expert_format_of(index["weight_map"]))}
     seen: dict[str, str] = {}
-    for shard in sorted(set(index["weight_map"].values())):
-        if any(kind == "shard" and name == shard for kind, name, _ in result.problems):
-            continue
-        result.problems += _header_problems(folder / shard, specs, index["weight_map"], seen)
+    bad = {name for kind, name, _ in result.problems if kind == "shard"}
+    shards = [shard for shard in sorted(set(index["weight_map"].values())) if shard not in bad]
+    headers = headers_of([folder / shard for shard in shards], workers, scheduler)
+    for shard in shards:
+        result.problems += _header_problems(folder / shard, headers[folder / shard], specs, index["weight_map"], seen)
     for name, shard in index["weight_map"].items():
         if name not in seen and name in specs:
             result.problems.append(("missing", name, f"the index says {shard}, whose header lacks it"))
     return result
 
 
+def headers_of(paths: list[Path], workers: int, scheduler: str | None) -> dict[Path, dict | None]:
+    """Each shard's header; None where the file is not there."""
+    with executor(workers, scheduler) as (pool, ahead):
+        return dict(run_all(pool, ahead, _header_of, paths))
+
+
+def _header_of(path: Path) -> tuple[Path, dict | None]:
+    return path, read_header(path) if path.is_file() else None
+
+
 def _header_problems(
-    path: Path, specs: dict[str, TensorSpec], weight_map: dict[str, str], seen: dict[str, str]
+    path: Path, header: dict | None, specs: dict[str, TensorSpec], weight_map: dict[str, str], seen: dict[str, str]
 ) -> Iterator[tuple[str, str, str]]:
-    if not path.is_file():
+    if header is None:
         yield "shard", path.name, "the file is not there"
         return
-    for name, stored in read_header(path).items():
+    for name, stored in header.items():
         if name in seen:
             yield "shard", name, f"stands in {seen[name]} and in {path.name}"
         seen[name] = path.name

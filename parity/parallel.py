@@ -1,21 +1,20 @@
-"""The checks over several processes: the same findings in the same order, whatever the number of workers.
+"""The checks over several processes or machines: the same findings in the same order, whoever does the work.
 
 A unit of work is one check, or one check on one case; a worker takes a case's units together, so that each checkpoint
-is opened in one process only.
+is opened in one process only. Units travel as names: every machine builds the fixtures that it needs, the same bytes.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from multiprocessing import get_context
 from pathlib import Path
 from typing import NamedTuple
 
 from parity.checks.plan import Plan, case_named
 from parity.findings import Finding
 from parity.ports import load_port
+from port.executors import executor, run_all
 
 BY_CASE = ("layers", "end_to_end", "decode", "padding", "converter")
 """Checks that treat their cases one by one; the others are asked once, about all of them."""
@@ -49,40 +48,45 @@ def jobs_of(port: str, plan: Plan, checks: Sequence[str]) -> list[Job]:
     return [whole._replace(checks=by_case, cases=(name,)) for name in names if by_case] + alone
 
 
-def work(job: Job) -> dict[str, list[Finding]]:
-    """The findings of each of the job's checks."""
-    from parity.runner import own_data_is_good
-
-    cases = tuple(case_named(name, job.seed) for name in job.cases)
-    plan = Plan(load_port(job.port), cases, job.dtypes, job.seed, job.golden)
-    return {name: list(own_data_is_good(plan, name)) for name in job.checks}
-
-
-def prepare() -> None:
-    """One thread a worker: the processes are the threads."""
+def work(numbered: tuple[int, Job]) -> tuple[int, dict[str, list[Finding]]]:
+    """The job's number, and the findings of each of its checks. One thread: the workers are the threads."""
     import torch
 
+    from parity.runner import own_data_is_good
+
     torch.set_num_threads(1)
+    number, job = numbered
+    cases = tuple(case_named(name, job.seed) for name in job.cases)
+    plan = Plan(load_port(job.port), cases, job.dtypes, job.seed, job.golden)
+    return number, {name: list(own_data_is_good(plan, name)) for name in job.checks}
 
 
 def in_workers(
-    port: str, plan: Plan, checks: Sequence[str], workers: int, progress: Callable[[str], None]
+    port: str,
+    plan: Plan,
+    checks: Sequence[str],
+    workers: int,
+    progress: Callable[[str], None],
+    scheduler: str | None = None,
 ) -> Iterator[list[Finding]]:
-    """The findings of each check, in the order of ``checks``; within a check in the order of the plan's cases."""
-    jobs = jobs_of(port, plan, checks)
+    """The findings of each check, in the order of ``checks``; within a check in the order of the plan's cases.
+
+    ``scheduler`` is the address of a dask scheduler, in place of ``workers`` processes of this machine.
+    """
+    jobs, done = jobs_of(port, plan, checks), {}
     for case in plan.cases:
-        _ = case.checkpoint  # built here, so that no two workers build it
-    with ProcessPoolExecutor(workers, get_context("spawn"), prepare) as pool:
-        running = {pool.submit(work, job): index for index, job in enumerate(jobs)}
-        done: dict[int, dict[str, list[Finding]]] = {}
-        for future in as_completed(running):
-            job = jobs[running[future]]
-            done[running[future]] = future.result()
-            progress(
-                " ".join(job.checks) if job.checks[0] not in BY_CASE else f"{job.cases[0]}: {' '.join(job.checks)}"
-            )
+        _ = case.checkpoint  # built here, so that no two workers of this machine build it
+    with executor(workers, scheduler) as (pool, ahead):
+        for number, found in run_all(pool, ahead, work, enumerate(jobs)):
+            done[number] = found
+            progress(name_of(jobs[number]))
     for check in checks:
-        yield joined([done[index][check] for index in sorted(done) if check in done[index]])
+        yield joined([done[number][check] for number in sorted(done) if check in done[number]])
+
+
+def name_of(job: Job) -> str:
+    checks = " ".join(job.checks)
+    return f"{job.cases[0]}: {checks}" if job.checks[0] in BY_CASE else checks
 
 
 def joined(parts: Sequence[list[Finding]]) -> list[Finding]:

@@ -71,3 +71,11 @@ def verify(
     for name in tier or ():
         tier_named(name)
     report(run(layers, workers, repeats, folder, tuple(tier or TIERS)), as_json)
+
+
+@app.command("ratios")
+def ratios(repeats: Annotated[int, typer.Option("--repeats", min=1)] = 3, as_json: Json = False) -> None:
+    """Coverage, fixtures, MXFP4, conversion and the port, each beside a bound or a peer."""
+    from parity.bench.ratios import report, run
+
+    report(run(repeats), as_json)

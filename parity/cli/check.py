@@ -53,6 +53,9 @@ def check(
             "--workers", envvar="K3_PARITY_WORKERS", min=1, help="Processes; the cores for mlx, else 1. Same results."
         ),
     ] = None,
+    scheduler: Annotated[
+        str | None, typer.Option("--scheduler", help="tcp://host:port of a dask scheduler, in place of --workers.")
+    ] = None,
     diagnose: Annotated[
         bool, typer.Option("--diagnose/--no-diagnose", help="Say which known fault a wrong module looks like.")
     ] = True,
@@ -72,8 +75,8 @@ def check(
     wanted_page(page)
     plan, chosen = planned(port, case, dtype, checks, part, golden, seed)
     processes = workers or workers_for(port)
-    several = processes > 1 and len(jobs_of(port, plan, chosen)) > 1
-    found = in_workers(port, plan, chosen, processes, progress) if several else None
+    several = scheduler or (processes > 1 and len(jobs_of(port, plan, chosen)) > 1)
+    found = in_workers(port, plan, chosen, processes, progress, scheduler) if several else None
     report = run_checks(plan, chosen, regime, progress, found)
     finish(diagnosed(plan, report) if diagnose else report, as_json, page)
 

@@ -28,6 +28,10 @@ def coverage(
         Path | None, typer.Option("--index", help="model.safetensors.index.json, plain or gzipped.")
     ] = None,
     checkpoint: Annotated[Path | None, typer.Option("--checkpoint", help="A folder: index and shard headers.")] = None,
+    workers: Annotated[int, typer.Option("--workers", min=1, help="Processes that read shard headers.")] = 1,
+    scheduler: Annotated[
+        str | None, typer.Option("--scheduler", help="tcp://host:port of a dask scheduler, in place of --workers.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Compare the tensors that a configuration asks for with an index, or with a folder's shard headers.
@@ -40,7 +44,7 @@ def coverage(
         raise InputError("--config", "options", "a configuration", "nothing", "give --config or --checkpoint")
     parsed = load_config(config or str(checkpoint))
     if checkpoint is not None:
-        result = folder_coverage(parsed, checkpoint)
+        result = folder_coverage(parsed, checkpoint, workers, scheduler)
     elif index is not None:
         result = index_coverage(parsed, load_index(index), config)
     else:
