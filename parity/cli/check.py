@@ -47,15 +47,8 @@ def check(
     lend_blas: width.LendBlas = width.LENT,
     threads: width.Threads = 2,
     seed: Seed = 0,
-    workers: Annotated[
-        int | None,
-        typer.Option(
-            "--workers", envvar="K3_PARITY_WORKERS", min=1, help="Processes; the cores for mlx, else 1. Same results."
-        ),
-    ] = None,
-    scheduler: Annotated[
-        str | None, typer.Option("--scheduler", help="tcp://host:port of a dask scheduler, in place of --workers.")
-    ] = None,
+    workers: width.Workers = None,
+    scheduler: width.Scheduler = None,
     diagnose: Annotated[
         bool, typer.Option("--diagnose/--no-diagnose", help="Say which known fault a wrong module looks like.")
     ] = True,
@@ -68,6 +61,7 @@ def check(
     """
     if layers is not None or checkpoint is not None:
         streamed = (tokens, decode, truth_layers, checkpoint, state, resume, lend_blas, threads, seed, as_json)
+        streamed += (workers, scheduler)
         width.text(layers or "all", one_streamed(port, case, dtype), *streamed)
     from parity.parallel import in_workers, jobs_of, workers_for
     from parity.runner import run_checks

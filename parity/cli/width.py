@@ -75,6 +75,13 @@ Resume = Annotated[bool, typer.Option("--resume", help="Go on from --state.")]
 LendBlas = Annotated[
     bool, typer.Option("--lend-blas/--no-lend-blas", help="With --layers: lend torch's matrix product to MLX (Linux).")
 ]
+Workers = Annotated[
+    int | None,
+    typer.Option("--workers", min=1, help="Processes; findings do not depend on them."),
+]
+Scheduler = Annotated[
+    str | None, typer.Option("--scheduler", help="tcp://host:port of a dask scheduler, in place of --workers.")
+]
 Threads = Annotated[int, typer.Option("--threads", min=1)]
 LENT = sys.platform.startswith("linux")
 
@@ -93,6 +100,8 @@ def text(
     threads: Threads = 2,
     seed: Seed = 0,
     as_json: Json = False,
+    workers: Workers = None,
+    scheduler: Scheduler = None,
 ) -> None:
     """Layers of the text tower, synthetic or from released shards, with the chosen experts alone in memory."""
     from parity.blas import LEND
@@ -102,7 +111,8 @@ def text(
     from parity.true_width.text import Options, run_text
 
     options = Options(case, layers or "all", tokens, decode, truth_layers, checkpoint, state, resume, seed, threads)
-    finish(run_text(options, lambda line: stderr.print(line, highlight=False, markup=False)), as_json)
+    note = lambda line: stderr.print(line, highlight=False, markup=False)  # noqa: E731
+    finish(run_text(options, note, workers=workers or 1, scheduler=scheduler), as_json)
 
 
 def _print(document: dict) -> None:

@@ -18,6 +18,7 @@ from parity.ports import load_port
 from parity.runner import run_checks
 from parity.tests.test_convert_workers import SECONDS, started
 from parity.tests.test_parallel import written
+from parity.true_width.text import Options, run_text
 from parity.verify.run import verify
 from port.convert import convert
 
@@ -96,6 +97,11 @@ def test_convert_with_a_killed_worker(cluster: Cluster, tmp_path: Path):
     convert(source, tmp_path / "many", "2bit", shard_bytes=shard_bytes, sync=False, scheduler=cluster.address)
     killing.join()
     assert digests(tmp_path / "one") == digests(tmp_path / "many")
+
+
+def test_single_layers_by_a_cluster(cluster: Cluster):
+    options = Options(case="mini", layers="0,1,2,3", threads=1)
+    assert written(run_text(options, scheduler=cluster.address)) == written(run_text(options))
 
 
 def test_coverage_by_a_cluster(cluster: Cluster):

@@ -54,6 +54,20 @@ def test_layers_alone_agree(name: str):
     assert ("moe.routed" in taps) == any(known.is_moe(layer) for layer in range(3))
 
 
+def test_two_workers_find_what_one_finds():
+    lines: list[str] = []
+    one = run(layers="2,0,1")
+    two = run_text(Options(case="mini", layers="2,0,1", threads=1), lines.append, workers=2)
+    assert [f.model_dump_json() for f in two.findings] == [f.model_dump_json() for f in one.findings]
+    assert {line.split(" (")[0] for line in lines} == {"layer 0", "layer 1", "layer 2"}
+    assert two.header["bytes needed"] == one.header["bytes needed"]
+
+
+def test_a_chain_is_one_work():
+    with pytest.raises(InputError, match="--workers.*single layers.*a chain"):
+        run_text(Options(case="mini", threads=1), workers=2)
+
+
 def test_a_chain_is_the_whole_model():
     """The streamed chain ends where the whole reference ends: same weights, same mathematics, prompt and decode."""
     from parity.ports.reference import PORT

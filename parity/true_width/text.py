@@ -20,6 +20,7 @@ from parity.true_width.cost import peak_rss
 from parity.true_width.isolated import layer_findings
 from parity.true_width.sides import Run
 from parity.true_width.source import ShardSource, Source, SyntheticSource
+from parity.true_width.spread import shares
 from parity.true_width.state import open_state
 from parity.true_width.vision import PRESET
 from parity.true_width.weights import Reader
@@ -50,23 +51,41 @@ def run_text(
     options: Options,
     note: Callable[[str], None] = lambda line: None,
     in_force: Callable[[], AbstractContextManager] = nullcontext,
+    workers: int = 1,
+    scheduler: str | None = None,
 ) -> Report:
-    """The findings of a run as a report; ``note`` hears a line per layer. Raises InputError for bad options."""
-    started, source = time.monotonic(), source_of(options)
-    layers = chosen_layers(options.layers, source.config.text_config.num_hidden_layers)
-    reader = Reader(source, options.threads)
-    run = Run(reader, options.case if options.checkpoint is None else source.name, options.tokens, options.seed)
+    """The findings of a run as a report; ``note`` hears a line per layer. Raises InputError for bad options.
+
+    Single layers may be taken by ``workers`` processes, or by the workers of a dask ``scheduler``; a chain is one work.
+    """
+    started, run = time.monotonic(), opened(options)
+    layers = chosen_layers(options.layers, run.text.num_hidden_layers)
     run.note, run.in_force = note, in_force
-    findings = []
-    for finding in chained(run, options) if layers is None else isolated(run, layers):
-        findings.append(finding.model_copy(update={"command": repeat(options, finding)}))
-    reader.close()
+    if workers > 1 or scheduler:
+        if layers is None:
+            found = "all, a chain in which each layer needs the one before"
+            raise InputError("--workers", "--layers", "single layers, as in 0,1,3", found, "leave --workers out")
+        given = shares(options, layers, workers, scheduler, note)
+        findings = [finding for share in given for finding in share.findings]
+        needed, read = sum(share.needed for share in given), sum(share.read for share in given)
+        peak = max(share.peak for share in given)
+    else:
+        findings = list(chained(run, options) if layers is None else isolated(run, layers))
+        needed, read, peak = sum(run.reader.needed.values()), run.reader.source.read_bytes, peak_rss()
+    run.reader.close()
     return Report(
         port=MLX.name,
-        header=header(MLX, ("float32",), options.seed) | REFERENCE.versions() | facts(run, options),
-        findings=tuple(findings),
+        header=header(MLX, ("float32",), options.seed) | REFERENCE.versions() | facts(options, needed, read, peak),
+        findings=tuple(finding.model_copy(update={"command": repeat(options, finding)}) for finding in findings),
         seconds=round(time.monotonic() - started, 2),
     )
+
+
+def opened(options: Options) -> Run:
+    """The run of these options, nothing read yet but headers."""
+    source = source_of(options)
+    name = options.case if options.checkpoint is None else source.name
+    return Run(Reader(source, options.threads), name, options.tokens, options.seed)
 
 
 def source_of(options: Options) -> Source:
@@ -125,10 +144,9 @@ def cost(began: float) -> str:
     return f"{time.monotonic() - began:.0f} s, {peak_rss() / 1e9:.1f} GB at most so far"
 
 
-def facts(run: Run, options: Options) -> dict[str, str]:
-    """What a reader of the report must know beside the versions."""
-    needed, read = sum(run.reader.needed.values()), run.reader.source.read_bytes
-    told = {"layers": options.layers, "tokens": str(options.tokens), "peak memory": f"{peak_rss() / 1e9:.1f} GB"}
+def facts(options: Options, needed: int, read: int, peak: int) -> dict[str, str]:
+    """What a reader of the report must know beside the versions: bytes needed and read, peak bytes of a process."""
+    told = {"layers": options.layers, "tokens": str(options.tokens), "peak memory": f"{peak / 1e9:.1f} GB"}
     if options.layers == ALL:
         told["decode steps"] = str(options.decode)
     told["float64"] = f"the first {options.truth_layers} layers" if options.layers == ALL else "every layer"
