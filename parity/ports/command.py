@@ -120,12 +120,13 @@ class CommandPort:
             raise RuntimeError(f"the answer to {function} has no {', '.join(missing)}")
         return tuple(answer[name] for name in results)
 
-    def picture(self, pixels: np.ndarray) -> dict[str, Any]:
+    def picture(self, file: bytes, settings: Mapping[str, Any]) -> dict[str, Any]:
         if not self.able["picture"]:
             raise Unsupported("this program has no image processor")
-        answer = self.ask(read_arrays, {"question": "picture"}, {"pixels": pixels})
+        question = {"question": "picture", "settings": dict(settings)}
+        answer = self.ask(read_arrays, question, {"file": np.frombuffer(file, np.uint8)})
         prompt = bytes(answer["prompt"].astype(np.uint8)).decode()
-        return {"pixel_values": answer["pixel_values"], "tokens": int(answer["tokens"]), "prompt": prompt}
+        return {"pixel_values": answer["pixel_values"], "tokens": int(answer["tokens"].item()), "prompt": prompt}
 
     def chat(self, call: Mapping[str, Any]) -> list[tuple[str, bool]]:
         if not self.able["chat"]:

@@ -6,6 +6,7 @@ import importlib
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from importlib.metadata import version
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -128,14 +129,16 @@ class MlxVlm(MlxText):
             watch.parts(block, f"encoder.blocks.{number}.output")
             watch.parts(block.wo, f"encoder.blocks.{number}.attention", of_input=True)
 
-    def picture(self, pixels: np.ndarray) -> dict[str, Any]:
+    def picture(self, file: bytes, settings: Mapping[str, Any]) -> dict[str, Any]:
         """The package repeats the placeholder in the prompt, once per feature; with one it is the release's prompt."""
         from PIL import Image
 
-        processor, (height, width) = self.package.ImageProcessor(), pixels.shape[:2]
-        done = processor([Image.fromarray(pixels)])
+        window = np.broadcast_to(settings["merge_kernel_size"], 2).tolist()  # the file has one number for both sides
+        processor = self.package.ImageProcessor(**{**settings, "merge_kernel_size": window})
+        image = Image.open(BytesIO(file))
+        done = processor([image])
         tokens = int(np.prod(done["grid_thws"][0].tolist())) // int(np.prod(processor.merge_kernel_size))
-        prompt = self.package.Processor.make_image_prompt(processor, width, height, 1)
+        prompt = self.package.Processor.make_image_prompt(processor, *image.size, 1)
         return {"pixel_values": np.array(done["pixel_values"]), "tokens": tokens, "prompt": prompt}
 
     def chat(self, call: Mapping[str, Any]) -> list[tuple[str, bool]]:

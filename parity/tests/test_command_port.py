@@ -112,12 +112,25 @@ class ByFiles(CommandPort):
                 "kinds": Plan(load_port("reference")).port.capabilities().kinds,
                 "runs": ["decode", "vision", "mm"],
             }
-            out.write_text(json.dumps({"dtypes": ["float32"], **everything}))
+            out.write_text(json.dumps({"dtypes": ["float32"], "picture": True, "chat": True, **everything}))
+            return
+        if question["question"] == "chat":
+            try:
+                segments = load_port("reference").chat(question["call"])
+            except InputError:
+                raise RuntimeError("refused") from None
+            out.write_text(json.dumps(segments))
             return
         arrays, _ = load_arrays(folder / "inputs.safetensors")
         save_trace(out, dict(self.answered(question, arrays)), {})
 
     def answered(self, question: dict, arrays: Mapping[str, np.ndarray]):
+        if question["question"] == "picture":
+            done = load_port("reference").picture(arrays["file"].tobytes(), question["settings"])
+            yield "pixel_values", done["pixel_values"]
+            yield "tokens", np.array([done["tokens"]])
+            yield "prompt", np.frombuffer(done["prompt"].encode(), np.uint8)
+            return
         session = reference_session(Path(question["checkpoint"]), question["dtype"])
         if question["question"] == "module":
             inputs = {name: array for name, array in arrays.items() if name != "imposed"}
@@ -149,6 +162,14 @@ def test_a_whole_model_is_asked_by_files(check: str):
     assert port.asked == {"capabilities"} | {"layers": {"module"}, "vision": {"module", "vision"}}.get(
         check, {"multimodal"} if check == "multimodal" else {"run"}
     )
+
+
+@pytest.mark.parametrize(("check", "asked"), [("processor", "picture"), ("chat", "chat")])
+def test_pictures_and_conversations_are_asked_by_files(check: str, asked: str):
+    port = ByFiles()
+    findings = tuple(CHECKS[check](Plan(port, (), ("float32",))))
+    assert {finding.status for finding in findings} == {"pass"} and len(findings) > 30
+    assert port.asked == {"capabilities", asked}
 
 
 def test_an_installed_package_offers_its_own_port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
